@@ -17,7 +17,7 @@ from lockstep.core.protocols import Metric, Score
 from lockstep.core.world import World
 
 
-class Block(NamedTuple):
+class EvaluationBlock(NamedTuple):
     """A block of an evaluation on one rank. For broken images see `is_broken`.
 
     It has uint8 images (b, C, H, W), logits (b, classes), what the task has `predicted`, the labels of the split, the
@@ -38,7 +38,7 @@ class EvaluationObserver:
     def start(self) -> None:
         """Forget the evaluation before."""
 
-    def update(self, block: Block) -> None:
+    def update(self, block: EvaluationBlock) -> None:
         """Take a block of this rank. May be collective."""
 
     def update_without(self) -> None:
@@ -71,7 +71,7 @@ class Scores(EvaluationObserver):
         for name, metric in metrics.items() if world.is_main else ():
             self.scores[name] = metric.build_for(targets, self.class_names)
 
-    def update(self, block: Block) -> None:
+    def update(self, block: EvaluationBlock) -> None:
         if self.metrics:
             valid = ~is_broken(block.labels)
             self._count(block.logits[valid].cpu(), block.labels[valid].cpu())

@@ -11,7 +11,8 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FrameType
@@ -364,6 +365,31 @@ def test_a_name_says_what_it_holds() -> None:
         paths = [path for path in paths if suspect.search(path.read_text())]
         bound = ((path, line, name) for path in paths for name, line in names_bound(parsed(path)))
         assert not [f"{path}:{line}: {name}" for path, line, name in bound if name in empty]
+
+
+# Classes with one name, and why. Options of several groups may share a name that the user types, such as `linear`.
+SHARES_NAME: dict[str, str] = {
+    "Listener": "what each of the packages named in `core.observer` adds to a run",
+    "Precision": "the protocol of a group, and a metric",
+}
+
+
+def defined(kind: type[ast.ClassDef | ast.FunctionDef]) -> list[tuple[str, str]]:
+    """The classes or functions at the top of modules, each with its file."""
+    trees = ((str(path.relative_to(ROOT / "src")), parsed(path)) for path in sources(PACKAGE, PLUGINS))
+    return [(node.name, name) for name, tree in trees for node in tree.body if isinstance(node, kind)]
+
+
+def twice(names: Iterable[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    options = {(cls.__name__, cls.__module__) for group in GROUPS for cls in classes_of(group).values()}
+    classes = defined(ast.ClassDef)
+    shared = twice(name for name, _ in classes)
+    no_options = [name for name, file in classes if (name, file.removesuffix(".py").replace("/", ".")) not in options]
+    assert shared & {*no_options} == SHARES_NAME.keys()
 
 
 def test_no_line_is_broken_where_there_is_no_terminal() -> None:

@@ -26,7 +26,7 @@ from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
-from lockstep.scores import Block, EvaluationObserver, Scores
+from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.strategy import Single
 from lockstep.tasks import Multiclass
 from lockstep.training.evaluate import evaluate, weighted_views
@@ -126,7 +126,7 @@ class Numbered(EvaluationObserver):
     def __init__(self) -> None:
         self.labels: dict[int, int] = {}
 
-    def update(self, block: Block) -> None:
+    def update(self, block: EvaluationBlock) -> None:
         self.labels |= dict(enumerate(block.labels.tolist(), start=block.first))
 
 
@@ -190,7 +190,7 @@ class Witness(EvaluationObserver):
     def start(self) -> None:
         self.calls.append("start")
 
-    def update(self, block: Block) -> None:
+    def update(self, block: EvaluationBlock) -> None:
         self.calls.append("update")
         self.graphs |= {tensor.requires_grad for tensor in block[:-1]}
 

@@ -10,11 +10,11 @@ from sklearn.metrics import average_precision_score, r2_score
 from helpers import built, resolved
 from lockstep.core.plan import Plan
 from lockstep.data.datasets import Folder
-from lockstep.diagnostics.learning import LEAST, Scores, learning, wilson
+from lockstep.diagnostics.learning import LEAST, FinalScores, learning, wilson
 from lockstep.training.resolved_job import ResolvedJob
 
 PLAN = Plan(examples=60, batch=10, total_steps=60, micro_batches=1, log_every=10, eval_every=6, save_every=6)
-SCORES = Scores(score=90.0, total=100, images=[50, 50], trained=None, losses=())
+SCORES = FinalScores(score=90.0, total=100, images=[50, 50], trained=None, losses=())
 
 
 def of_photos(*words: str, size: int = 64) -> ResolvedJob:

@@ -40,7 +40,7 @@ from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import search
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.line import choose_folder, sweep_of_line
-from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
+from lockstep.sweep.pool import CONTEXT_BYTES, Pool, SweepJob, memory_of_job, to_run
 from lockstep.sweep.view import JobProgress, SweepView
 
 GPUS = [f"GPU-{number}" for number in range(8)]
@@ -105,8 +105,8 @@ def test_no_device_is_given_twice_or_idle_while_a_job_fits(needs: list[int], ran
     ledger, running, started = FakeLedger(), dict[int, FakeProcess](), list[int]()
     devices = Devices(GPUS, cores=20)
 
-    def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
-        number = task.record.number
+    def start(_: Ledger, job: SweepJob, share: Share) -> FakeProcess:
+        number = job.record.number
         started.append(number)
         running[number] = FakeProcess(number, share)
         assert len(share.gpus) == min(needs[number], len(GPUS))
@@ -124,12 +124,12 @@ def test_no_device_is_given_twice_or_idle_while_a_job_fits(needs: list[int], ran
             assert not [number for number in waiting if min(needs[number], len(GPUS)) <= idle], "a device was idle"
         assert most is None or len(running) <= most
         ended = running.pop(random.choice(sentinels))
-        ledger.end(task_of[ended.sentinel].record, State.done, objective=1.0)
+        ledger.end(job_of[ended.sentinel].record, State.done, objective=1.0)
         ended.exitcode = 0
 
-    tasks = [Task(job(number), Needs(gpus=gpus), lambda: None, ()) for number, gpus in enumerate(needs)]
-    task_of = dict(enumerate(tasks))
-    Pool(ledger, devices, Blank(), most=most, start=start, wait=wait).run(tasks)
+    jobs = [SweepJob(job(number), Needs(gpus=gpus), lambda: None, ()) for number, gpus in enumerate(needs)]
+    job_of = dict(enumerate(jobs))
+    Pool(ledger, devices, Blank(), most=most, start=start, wait=wait).run(jobs)
     assert sorted(started) == list(range(len(needs)))
     assert sorted(devices.gpus) == GPUS
 
@@ -151,8 +151,8 @@ def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
     def on(gpu: str) -> list[int]:
         return [number for number, process in running.items() if gpu in process.share.gpus]
 
-    def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
-        number = task.record.number
+    def start(_: Ledger, job: SweepJob, share: Share) -> FakeProcess:
+        number = job.record.number
         started.append(number)
         running[number] = FakeProcess(number, share)
         for gpu in share.gpus:
@@ -174,18 +174,18 @@ def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
             if (kind := needs[number].kind) in known:
                 assert not [gpu for gpu in room if room[gpu] >= size_of[kind]], "a device had room"
         ended = running.pop(random.choice(sentinels))
-        ledger.end(task_of[ended.sentinel].record, State.done, objective=1.0)
+        ledger.end(job_of[ended.sentinel].record, State.done, objective=1.0)
         known.update({needs[ended.sentinel].kind} - {""})
         ended.exitcode = 0
 
     def memory_of(_: Ledger, record: Record) -> int | None:
         return size_of.get(needs[record.number].kind)
 
-    tasks = [Task(job(number), need, lambda: None, ()) for number, need in enumerate(needs)]
-    task_of = dict(enumerate(tasks))
+    jobs = [SweepJob(job(number), need, lambda: None, ()) for number, need in enumerate(needs)]
+    job_of = dict(enumerate(jobs))
     devices = Devices(free_of, 4, free_of.__getitem__)
     with patch("lockstep.sweep.pool.memory_of_job", memory_of):
-        Pool(ledger, devices, Blank(), start=start, wait=wait).run(tasks)
+        Pool(ledger, devices, Blank(), start=start, wait=wait).run(jobs)
     assert (sorted(started), sorted(devices.gpus)) == ([*range(len(jobs))], sorted(free_of))
 
 
@@ -479,11 +479,11 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
         checked_direction("up")
 
 
-def halve(ledger: Ledger, records: Sequence[Record], factor: int, run: Any = lambda tasks, enough: None) -> None:
+def halve(ledger: Ledger, records: Sequence[Record], factor: int, run: Any = lambda jobs, enough: None) -> None:
     """Halve jobs in a pool that runs them so."""
-    tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in records}
+    jobs = {record.number: SweepJob(record, Needs(), lambda: None, ()) for record in records}
     pool: Any = SimpleNamespace(ledger=ledger, view=SHOWN, run=run)
-    search.halve(pool, records, tasks, factor)
+    search.halve(pool, records, jobs, factor)
 
 
 def jobs_of_rates(ledger: Ledger, number: int) -> list[Record]:
@@ -557,12 +557,12 @@ def test_a_setting_is_judged_by_all_its_seeds_and_folds(
         if record.number not in failed:
             evaluated(ledger, record, *[score] * 3)
 
-    def run(tasks: Sequence[Task], enough: Any) -> None:
-        for task in tasks:
-            if task.record.number in failed:
-                ledger.end(task.record, State.failed, exit_code=70, error="no")
+    def run(jobs: Sequence[SweepJob], enough: Any) -> None:
+        for job in jobs:
+            if job.record.number in failed:
+                ledger.end(job.record, State.failed, exit_code=70, error="no")
             else:
-                ledger.end(task.record, State.done, objective=1.0)
+                ledger.end(job.record, State.done, objective=1.0)
 
     halve(ledger, records, 2, run)
     settings = [ledger.records()[4 * number : 4 * number + 4] for number in range(3)]
@@ -586,14 +586,14 @@ class EndedPool:
         self.ledger, self.codes, self.stops = FakeLedger(), codes, stops
         self.processes: dict[int, FakeProcess] = {}
         self.signals: list[tuple[int, int]] = []
-        self.tasks = [Task(job(number), Needs(), lambda: None, ()) for number in range(len(codes))]
+        self.jobs = [SweepJob(job(number), Needs(), lambda: None, ()) for number in range(len(codes))]
         self.pool = Pool(self.ledger, Devices([], 99), Blank(), most=most, start=self.start, wait=self.wait)
 
-    def start(self, _: Ledger, task: Task, share: Share) -> FakeProcess:
-        number = task.record.number
+    def start(self, _: Ledger, job: SweepJob, share: Share) -> FakeProcess:
+        number = job.record.number
         process = self.processes[number] = FakeProcess(number, share)
         process.send_signal = lambda sent: self.signals.append((number, sent))  # type: ignore[method-assign]
-        self.ledger.start(task.record)
+        self.ledger.start(job.record)
         return process
 
     def wait(self, sentinels: list[int], seconds: float) -> None:
@@ -603,18 +603,18 @@ class EndedPool:
             self.processes[number].exitcode = self.codes[number]
 
     def states(self) -> list[str]:
-        return [self.ledger.read(task.record).state for task in self.tasks]
+        return [self.ledger.read(job.record).state for job in self.jobs]
 
 
 def test_the_code_of_a_job_without_a_record_says_how_it_ended() -> None:
     ended = EndedPool(0, 75, 70, -9)
-    ended.pool.run(ended.tasks)
+    ended.pool.run(ended.jobs)
     assert ended.states() == [State.done, State.stopped, State.failed, State.failed]
     assert "ran out of memory" not in ended.ledger.read(job(2)).error
     assert "was killed (SIGKILL), probably because the machine, or" in ended.ledger.read(job(3)).error
     killed = EndedPool(-signal.SIGKILL, -signal.SIGKILL)
-    for task in killed.tasks:
-        killed.pool.run([task])
+    for one in killed.jobs:
+        killed.pool.run([one])
     assert killed.states() == [State.failed, State.failed]
 
 
@@ -624,14 +624,14 @@ def test_the_code_of_a_job_without_a_record_says_how_it_ended() -> None:
 )
 def test_a_killed_job_names_the_override_that_leaves_it_more_memory(codes: tuple[int, ...], advice: str) -> None:
     ended = EndedPool(*codes)
-    ended.pool.run(ended.tasks)
+    ended.pool.run(ended.jobs)
     assert f"ran out of memory; use {advice}; its output is in" in ended.ledger.read(job(0)).error
 
 
 def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() -> None:
     stopped = EndedPool(75, 75, 0, 0, most=2, stops=True)
     with pytest.raises(Stopped, match="Rerun the command"):
-        stopped.pool.run(stopped.tasks)
+        stopped.pool.run(stopped.jobs)
     assert {number for number, _ in stopped.signals} == {0, 1} == {*stopped.processes}
     assert stopped.states() == [State.stopped, State.stopped, State.waiting, State.waiting]
 
@@ -648,16 +648,16 @@ def test_a_job_that_a_second_interrupt_kills_is_stopped_and_has_not_failed(monke
 
     killed.pool.wait = interrupted_twice
     with pytest.raises(Interrupted):
-        killed.pool.run(killed.tasks)
+        killed.pool.run(killed.jobs)
     assert killed.states() == [State.stopped, State.stopped]
-    assert [killed.ledger.read(task.record).exit_code for task in killed.tasks] == [Interrupted.exit_code] * 2
+    assert [killed.ledger.read(job.record).exit_code for job in killed.jobs] == [Interrupted.exit_code] * 2
 
 
 def test_a_job_that_has_trained_enough_is_asked_once_to_end_and_waits_again() -> None:
     cut, passes = EndedPool(75), iter(range(9))
     cut.pool.wait = lambda sentinels, seconds: cut.wait(sentinels, seconds) if next(passes) == 3 else None
     answers = iter([False, True])
-    cut.pool.run(cut.tasks, enough=lambda record: next(answers, False))
+    cut.pool.run(cut.jobs, enough=lambda record: next(answers, False))
     assert cut.signals == [(0, signal.SIGTERM)]
     assert cut.states() == [State.waiting]
 
@@ -674,11 +674,11 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     records = [ledger.end(record, State.stopped, exit_code=74, error="full") for record in records]  # by a full disk
     ran: list[list[int]] = []
 
-    def run(tasks: Sequence[Task], enough: Any) -> None:
-        ran.append([task.record.number for task in tasks])
-        for task in tasks:
-            assert task.record.rung == f"{len(ran)} of 3"
-            ledger.end(task.record, State.done, objective=1.0)
+    def run(jobs: Sequence[SweepJob], enough: Any) -> None:
+        ran.append([job.record.number for job in jobs])
+        for job in jobs:
+            assert job.record.rung == f"{len(ran)} of 3"
+            ledger.end(job.record, State.done, objective=1.0)
 
     halve(ledger, records, 2, run)
     winner = 0 if direction is Direction.maximize else 3
@@ -702,28 +702,28 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_typed_again(tmp_path: Pa
     ran: list[list[int]] = []
     fails, stops = True, True
 
-    def run(tasks: Sequence[Task], enough: Any) -> None:
-        ran.append([task.record.number for task in tasks])
-        for task in tasks:
-            share = float(task.environment.get(RUNG_END, 1))
-            if task.record.number == 0 and share == round_of_failure and fails:
-                ledger.end(task.record, State.failed, exit_code=76, error="the loss is nan")
+    def run(jobs: Sequence[SweepJob], enough: Any) -> None:
+        ran.append([job.record.number for job in jobs])
+        for job in jobs:
+            share = float(job.environment.get(RUNG_END, 1))
+            if job.record.number == 0 and share == round_of_failure and fails:
+                ledger.end(job.record, State.failed, exit_code=76, error="the loss is nan")
                 continue
-            if task.record.number == 7 and stops:  # by a signal to it alone, or by a full disk
-                ledger.end(task.record, State.stopped, exit_code=74, error="full")
+            if job.record.number == 7 and stops:  # by a signal to it alone, or by a full disk
+                ledger.end(job.record, State.stopped, exit_code=74, error="full")
                 continue
-            (folder := tmp_path / task.record.folder).mkdir(exist_ok=True)
+            (folder := tmp_path / job.record.folder).mkdir(exist_ok=True)
             (folder / "summary.json").write_text('{"steps": 8}')
             steps = range(1, int(8 * share) + 1)
-            lines = [f'{{"step": {step}, "acc/val_top1": {step - 10 * task.record.number}}}\n' for step in steps]
+            lines = [f'{{"step": {step}, "acc/val_top1": {step - 10 * job.record.number}}}\n' for step in steps]
             (folder / "metrics.jsonl").write_text("".join(lines))
-            ledger.end(task.record, State.done if share == 1 else State.waiting, objective=None)
+            ledger.end(job.record, State.done if share == 1 else State.waiting, objective=None)
 
     def line(*, retry: bool = False) -> list[tuple[int, str, str]]:
         ran.clear()
         records = jobs_of_rates(ledger, 8)
-        tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in to_run(records, retry=retry)}
-        search.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
+        jobs = {record.number: SweepJob(record, Needs(), lambda: None, ()) for record in to_run(records, retry=retry)}
+        search.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, jobs, 2)  # type: ignore[arg-type]
         return [(record.number, record.state, record.rung) for record in ledger.records()]
 
     with pytest.raises(Stopped, match=r"jobs were stopped in round 1 of 4: 7; rerun the command"):

@@ -20,7 +20,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.figures import BINS, Predictions
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.scores import Block
+from lockstep.scores import EvaluationBlock
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry import pictures
 from lockstep.training.predictions import COLLECTED, POINTS, SIDE, WORST
@@ -65,7 +65,9 @@ def collected(world: World | None = None, **options: Any) -> Any:
         collector.start()
         for first in range(world.rank * BLOCK, end, BLOCK * world.size):
             of = slice(first, first + BLOCK)
-            collector.update(Block(images[of], logits[of], task.predict(logits[of]), labels[of], losses[of], first))
+            collector.update(
+                EvaluationBlock(images[of], logits[of], task.predict(logits[of]), labels[of], losses[of], first)
+            )
     collector.finish(7)
     return vars(witness).get("predictions")
 

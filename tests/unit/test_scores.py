@@ -28,7 +28,7 @@ from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.run import Run
 from lockstep.core.world import World
 from lockstep.report.run_page import write_report
-from lockstep.scores import Block, Scores
+from lockstep.scores import EvaluationBlock, Scores
 from lockstep.telemetry.sinks import JsonLines
 from thread_ranks import ThreadRanks
 
@@ -59,8 +59,8 @@ SPLITS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
 }
 
 
-def block(logits: torch.Tensor, labels: torch.Tensor) -> Block:
-    return Block(labels, logits, best_classes(logits), labels, labels, 0)
+def block(logits: torch.Tensor, labels: torch.Tensor) -> EvaluationBlock:
+    return EvaluationBlock(labels, logits, best_classes(logits), labels, labels, 0)
 
 
 def averaged(average: str, of_class: Callable[[int], float], labels: torch.Tensor, classes: int) -> Any:

@@ -35,7 +35,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, fingerprints
-from lockstep.telemetry.tensorboard import TensorBoard, curve_of, layout
+from lockstep.telemetry.tensorboard import TensorBoardWriter, curve_of, layout
 from lockstep.training.build_observers import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -186,7 +186,7 @@ def hparams_page(folder: Path) -> Any:
 
 def tensorboard(
     folder: Path, after: float = 0, facts: Any = FACTS, *, monitor: str = "top1", text: str = "", model: Any = None
-) -> TensorBoard:
+) -> TensorBoardWriter:
     """TensorBoard's files of a run in a folder, which resumes after a step, with the `text` as its config."""
     run_dir = RunDir(folder)
     if text:
@@ -194,7 +194,7 @@ def tensorboard(
     config = {"monitor": monitor, "input": {"mean": [0.5], "std": [0.5]}}
     place: dict[str, Any] = {"run_dir": run_dir, "plan": PLAN, "step": int(after), "after": after}
     info = RunInfo(**place, config=config, hyperparameters=facts, model=model)
-    return TensorBoard(info, histograms=model is not None)
+    return TensorBoardWriter(info, histograms=model is not None)
 
 
 def files_of(folder: Path) -> set[Path]:
@@ -368,7 +368,7 @@ PREDICTIONS = Predictions(step=2, names=["a/b <c>", "d"], **COUNTS, curves=CURVE
 PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b <c>", 2), ("precision_recall/d", 2)}
 
 
-def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> TensorBoard:
+def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> TensorBoardWriter:
     """One part of a run of two steps, whose evaluation is the best."""
     sink = tensorboard(folder, after, text=texts, **options)
     images = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)

@@ -19,7 +19,7 @@ from lockstep.core.errors import InputError, Stopped
 from lockstep.core.locks import Lock
 from lockstep.job.resume import Resume
 from lockstep.job.slurm import Submission, preview, submission, submit
-from lockstep.job.slurm_task import Task
+from lockstep.job.slurm_task import SlurmTask
 from lockstep.launcher import Slurm
 from lockstep.records.ledger import Ledger
 
@@ -145,17 +145,17 @@ def test_lines_of_shell_come_from_the_present_command_alone(monkeypatch: pytest.
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Programs) -> Iterator[Callable[..., Task]]:
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Programs) -> Iterator[Callable[..., SlurmTask]]:
     """A task of the first machine, whose command is a line of shell; `squeue` says the state of its job."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)}
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     (tmp_path / "run" / "logs").mkdir(parents=True)
 
-    def make(line: str, *, state: str = "RUNNING", node: int = 0) -> Task:
+    def make(line: str, *, state: str = "RUNNING", node: int = 0) -> SlurmTask:
         programs(squeue=f"echo {state}", scontrol=f'echo "$@" >> {tmp_path}/requeued')
         for name, value in {"SLURM_JOB_ID": "17", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node)}.items():
             monkeypatch.setenv(name, value)
-        return Task(str(tmp_path / "run"), ["sh", "-c", line])
+        return SlurmTask(str(tmp_path / "run"), ["sh", "-c", line])
 
     yield make
     for number, handler in handlers.items():
@@ -179,7 +179,7 @@ def requeued(tmp_path: Path) -> bool:
     ],
 )
 def test_a_job_that_was_stopped_is_queued_again_unless_scancel_did_it(
-    task: Callable[..., Task], tmp_path: Path, code: int, state: str, node: int, again: bool
+    task: Callable[..., SlurmTask], tmp_path: Path, code: int, state: str, node: int, again: bool
 ) -> None:
     assert task(f"exit {code}", state=state, node=node).run() == code
     assert requeued(tmp_path) is again
@@ -188,7 +188,7 @@ def test_a_job_that_was_stopped_is_queued_again_unless_scancel_did_it(
 @pytest.mark.parametrize("missing", ["scontrol", "squeue"])
 @pytest.mark.parametrize("saves", [False, True])
 def test_without_programs_of_slurm_a_stop_keeps_its_code_and_is_explained(
-    task: Callable[..., Task],
+    task: Callable[..., SlurmTask],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -208,7 +208,7 @@ def test_without_programs_of_slurm_a_stop_keeps_its_code_and_is_explained(
 
 @pytest.mark.parametrize(("code", "again"), [(Stopped.exit_code, True), (70, True), (0, False), (2, False)])
 def test_near_its_limit_a_job_is_queued_again_if_something_is_left_that_can_be_done(
-    task: Callable[..., Task], tmp_path: Path, code: int, again: bool
+    task: Callable[..., SlurmTask], tmp_path: Path, code: int, again: bool
 ) -> None:
     near = task(f"exit {code}")
     near.must_save = True
@@ -216,14 +216,16 @@ def test_near_its_limit_a_job_is_queued_again_if_something_is_left_that_can_be_d
     assert requeued(tmp_path) is again
 
 
-def test_only_the_first_machine_of_a_job_hears_that_its_limit_is_near(task: Callable[..., Task]) -> None:
+def test_only_the_first_machine_of_a_job_hears_that_its_limit_is_near(task: Callable[..., SlurmTask]) -> None:
     first, other = task("exit 0"), task("exit 0", node=1)
     for machine in (first, other):
         machine.save()
     assert [(machine.must_save, machine.must_stop) for machine in (first, other)] == [(True, True), (False, False)]
 
 
-def test_a_tasks_command_is_no_rank_and_writes_into_the_run_folder(task: Callable[..., Task], tmp_path: Path) -> None:
+def test_a_tasks_command_is_no_rank_and_writes_into_the_run_folder(
+    task: Callable[..., SlurmTask], tmp_path: Path
+) -> None:
     assert task('echo "${SLURM_PROCID:-none} $LOCKSTEP_SLURM_JOB"; exit 3').run() == 3
     assert (tmp_path / "run" / "logs" / "slurm-17-0.log").read_text() == "none 17\n"
 

@@ -20,7 +20,7 @@ from lockstep.core.model import is_broken
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import MSE, Huber, MaskedLoss
-from lockstep.scores import Block, Scores
+from lockstep.scores import EvaluationBlock, Scores
 from lockstep.training.resolved_job import card_of
 from thread_ranks import ThreadRanks
 
@@ -61,7 +61,9 @@ def scores_of(
             first = (turn * ranks + world.rank) * BLOCK
             of = slice(first, first + BLOCK)
             if first < len(outputs):
-                scores.update(Block(outputs[of], outputs[of], outputs[of], labels[of], outputs[of, 0], first))
+                scores.update(
+                    EvaluationBlock(outputs[of], outputs[of], outputs[of], labels[of], outputs[of, 0], first)
+                )
             else:
                 scores.update_without()
         return scores.compute()

@@ -27,7 +27,7 @@ from lockstep.optim import SGD
 from lockstep.optim.schedule import Constant
 from lockstep.precision import FP64
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.scores import Block, EvaluationObserver, Scores
+from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.tasks import Multiclass
@@ -548,7 +548,7 @@ class Predicted(Scores):
         super().__init__({}, 3, (), World.solo())
         self.classes: list[int] = []
 
-    def update(self, block: Block) -> None:
+    def update(self, block: EvaluationBlock) -> None:
         self.classes += block.logits.argmax(1).tolist()
 
 

@@ -42,7 +42,7 @@ from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
 
 if TYPE_CHECKING:
-    from lockstep.sweep.pool import Pool, Task
+    from lockstep.sweep.pool import Pool, SweepJob
     from lockstep.sweep.search import Search
     from lockstep.sweep.view import SweepView
 
@@ -119,40 +119,40 @@ class PoolLauncher(Launcher, Callback):
         self.devices = self._devices()
         view = self.view = self.view or SweepView(ledger, begun=self.begun)
         if self.search is None:
-            records, tasks = self._enter(ledger, job_overrides, first)
-            view.enter(records, [task.record for task in tasks or ()])
+            records, jobs = self._enter(ledger, job_overrides, first)
+            view.enter(records, [job.record for job in jobs or ()])
         else:  # its line is about all its jobs
             view.enter(ledger.records(), [])
-            tasks = self._enter_drawn(ledger, view, self.search.follow())
+            jobs = self._enter_drawn(ledger, view, self.search.follow())
             records = ledger.records()
         if (words := tuple(as_typed(self.config.hydra.overrides.task))) != (identity := ledger.identity()).words:
             ledger.create(replace(identity, words=words))  # not before: a rejected command cannot be resumed
-        if tasks is None:
+        if jobs is None:
             return records
         try:
             with view:
                 pool = self._pool(ledger, self.devices, view)
                 if self.halving is not None:
-                    halve(pool, records, {task.record.number: task for task in tasks}, self.halving)
+                    halve(pool, records, {job.record.number: job for job in jobs}, self.halving)
                 elif self.search is not None:
                     follow = self.search.follow
                     pool.run(
-                        tasks,
+                        jobs,
                         self.search.has_enough,
                         lambda record: self._enter_drawn(ledger, view, follow(record)),
                         State.pruned,
                     )
                 else:
-                    pool.run(tasks)
+                    pool.run(jobs)
         finally:
             view.show_table(self.objectives)
         return [ledger.read(record) for record in records]
 
     def _enter(
         self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int
-    ) -> tuple[list[Record], list[Task] | None]:
-        """The records of jobs, and the tasks to run; None if all submit themselves. Raises WrongJob, InputError."""
-        from lockstep.sweep.pool import Task, to_run
+    ) -> tuple[list[Record], list[SweepJob] | None]:
+        """The records of jobs, and the jobs to run; None if all submit themselves. Raises WrongJob, InputError."""
+        from lockstep.sweep.pool import SweepJob, to_run
 
         program, planned = command_of_program(), []
         for number, words in enumerate(job_overrides, first):
@@ -178,7 +178,7 @@ class PoolLauncher(Launcher, Callback):
         self.devices.check(needs)
         records = [_settled(ledger, record) for record in self._recorded(ledger, job_overrides)]
         chosen = {record.number for record in to_run(records, retry=self.retry)}
-        tasks = []
+        jobs = []
         for record, (config, need) in zip(records, planned, strict=True):
             if record.number not in chosen:
                 continue
@@ -188,8 +188,8 @@ class PoolLauncher(Launcher, Callback):
             if need.submits:
                 run()
             else:
-                tasks.append(Task(record, need, run, (*program, *words_of_job())))
-        return records, None if not tasks and any(need.submits for need in needs) else tasks
+                jobs.append(SweepJob(record, need, run, (*program, *words_of_job())))
+        return records, None if not jobs and any(need.submits for need in needs) else jobs
 
     def _agree(self, ledger: Ledger, monitors: set[str]) -> None:
         """Take the monitor of jobs as the sweep's. Raises WrongJob if they differ, or it was another one before."""
@@ -236,17 +236,17 @@ class PoolLauncher(Launcher, Callback):
         names = [slug(shortened(",".join(words)) or "defaults") for words in _varied(ledger, jobs)]
         return ledger.enter(zip(jobs, names, strict=True), self.identify)
 
-    def _enter_drawn(self, ledger: Ledger, view: SweepView, drawn: Sequence[Sequence[str]]) -> list[Task]:
-        """The tasks of the draws of a search. One whose values do not fit together has failed, and others follow."""
+    def _enter_drawn(self, ledger: Ledger, view: SweepView, drawn: Sequence[Sequence[str]]) -> list[SweepJob]:
+        """The jobs of the draws of a search. One whose values do not fit together has failed, and others follow."""
         assert self.search is not None
-        tasks: list[Task] = []
+        jobs: list[SweepJob] = []
         waiting = [*drawn]
         while waiting:
             words = waiting.pop(0)
             try:
                 records, entered = self._enter(ledger, [words], len(ledger.records()))
-                tasks += entered or []
-                view.enter(records, [task.record for task in entered or ()], self.search.left)
+                jobs += entered or []
+                view.enter(records, [job.record for job in entered or ()], self.search.left)
             except WrongJob as error:
                 with suppress(InputError):
                     self._planned(self.search.fixed)
@@ -258,7 +258,7 @@ class PoolLauncher(Launcher, Callback):
                 waiting += self.search.follow(refused)
                 view.enter([refused], [], self.search.left)
                 view.ended(refused)
-        return tasks
+        return jobs
 
     def _devices(self) -> Devices:
         return Devices.of_machine()

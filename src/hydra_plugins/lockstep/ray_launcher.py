@@ -30,7 +30,7 @@ from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.sweep.devices import Devices, Needs, Share
 
 if TYPE_CHECKING:
-    from lockstep.sweep.pool import Pool, Task
+    from lockstep.sweep.pool import Pool, SweepJob
     from lockstep.sweep.view import SweepView
 
 # The keys of `hydra.launcher` besides the pool's: the cluster (null: Ray is started here, for this line alone), and
@@ -90,8 +90,8 @@ class RayLauncher(pool.PoolLauncher):
 
         from lockstep.sweep.pool import Pool
 
-        def start(ledger: Ledger, task: Task, share: Share) -> RayTask:
-            return RayTask(ledger, task, devices.all, self.retries)
+        def start(ledger: Ledger, job: SweepJob, share: Share) -> RayTask:
+            return RayTask(ledger, job, devices.all, self.retries)
 
         def wait(tasks: list[Any], seconds: float) -> None:
             if tasks:
@@ -121,18 +121,18 @@ class Cluster(Devices):
 class RayTask:
     """A job as a task of Ray, for the pool. A stop is sent with `ray.cancel`; other signals do not reach a task."""
 
-    def __init__(self, ledger: Ledger, task: Task, largest: Needs, retries: int) -> None:
+    def __init__(self, ledger: Ledger, job: SweepJob, largest: Needs, retries: int) -> None:
         import ray
 
-        gpus = min(task.needs.gpus, largest.gpus)
+        gpus = min(job.needs.gpus, largest.gpus)
         remote = ray.remote(
             num_gpus=gpus,
-            num_cpus=1 if gpus else min(task.needs.cores, largest.cores),
+            num_cpus=1 if gpus else min(job.needs.cores, largest.cores),
             max_retries=retries,
-            name=task.record.folder,
+            name=job.record.folder,
         )(run_command)
-        self.output, self.is_stopping = output_of(ledger, task.record), False
-        plain = replace(task, function=float)  # its command runs instead; the function refers to this process
+        self.output, self.is_stopping = output_of(ledger, job.record), False
+        plain = replace(job, function=float)  # its command runs instead; the function refers to this process
         self.sentinel = remote.remote(ledger, plain, dict(os.environ), str(Path.cwd()))
 
     @property
@@ -164,14 +164,14 @@ class RayTask:
         self.is_stopping |= number in STOP_SIGNALS
 
 
-def run_command(ledger: Ledger, task: Task, environment: Mapping[str, str], folder: str) -> int:
+def run_command(ledger: Ledger, job: SweepJob, environment: Mapping[str, str], folder: str) -> int:
     """Run the command of a job on a node; returns its exit code. Cancelled by Ray, it has the job save its state."""
     from lockstep.sweep.pool import fresh
 
     # `ray.cancel` interrupts as Ctrl-C does, which a cluster ignores that a script started in its background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share = Share(gpus=(os.environ[VISIBLE],) if VISIBLE in os.environ else ())
-    process = fresh(ledger, task, share, environment, cwd=folder)
+    process = fresh(ledger, job, share, environment, cwd=folder)
     while (code := process.exitcode) is None:
         with suppress(KeyboardInterrupt):
             time.sleep(POLL_S)

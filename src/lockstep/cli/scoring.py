@@ -28,7 +28,7 @@ from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.inference.predictor import Predictor
 from lockstep.losses import MaskedLoss
-from lockstep.scores import Block, EvaluationObserver, Scores
+from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry.progress import progress
 from lockstep.training.evaluate import evaluate
@@ -182,7 +182,7 @@ class Predicted(EvaluationObserver):
         self.card, self.advance = card, advance
         self.blocks: list[tuple[Tensor, ...]] = []
 
-    def update(self, block: Block) -> None:
+    def update(self, block: EvaluationBlock) -> None:
         kind, predicted, is_class = self.card.probabilities, block.predicted[:, 0], self.card.targets == CLASSES
         shares = probabilities(block.logits, kind)
         answers = [predicted, shares.gather(1, predicted[:, None])[:, 0]] if is_class else [shares]

@@ -25,7 +25,7 @@ SCORES = {CLASSES: TOP1, LABELS: "map", VALUES: "r2"}  # the figure that is comp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class FinalScores:
     """What is known of the scores of a run at its end.
 
     Fields:
@@ -42,7 +42,7 @@ class Scores:
     losses: Sequence[tuple[int, float]]
 
 
-def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Advice:
+def learning(job: ResolvedJob, plan: Plan, scores: FinalScores) -> Advice:
     """Compare the score with one that needs no learning, and look where the validation loss goes."""
     compare = {CLASSES: _of_classes, LABELS: _of_labels, VALUES: _of_values}[job.task.targets]
     has_learnt, reached, evidence = compare(scores)
@@ -57,7 +57,7 @@ def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Advice:
     )
 
 
-def _of_classes(scores: Scores) -> tuple[bool, str, str]:
+def _of_classes(scores: FinalScores) -> tuple[bool, str, str]:
     """Whether the model has learnt, in comparison with always saying the largest class; and the words for it."""
     total, largest = scores.total, 100 * max(scores.images) / scores.total
     low, high = (100 * bound for bound in wilson(round(scores.score * total / 100), total))
@@ -67,7 +67,7 @@ def _of_classes(scores: Scores) -> tuple[bool, str, str]:
     return low > largest, f"{scores.score:.2f} % top-1{interval}{in_training}; {constant}", WILSON
 
 
-def _of_labels(scores: Scores) -> tuple[bool, str, str]:
+def _of_labels(scores: FinalScores) -> tuple[bool, str, str]:
     """The same, compared with a random order of the images: its average precision is the share of a label."""
     shares = [images / scores.total for images in scores.images if images]
     chance = sum(shares) / len(shares)
@@ -75,7 +75,7 @@ def _of_labels(scores: Scores) -> tuple[bool, str, str]:
     return scores.score > high, f"{figure_text('map', scores.score)}; a random order gets {chance:.4g}", WILSON
 
 
-def _of_values(scores: Scores) -> tuple[bool, str, str]:
+def _of_values(scores: FinalScores) -> tuple[bool, str, str]:
     """The same in comparison with always predicting the mean."""
     noise = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2 / scores.total
     reached = f"{figure_text('r2', scores.score)}; always predicting the mean gets 0"

@@ -9,7 +9,7 @@ from lockstep.core.model import is_broken
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.tags import EPOCH_TOP1, TRAIN_TOP1, VAL_LOSS
-from lockstep.diagnostics.learning import SCORES, Scores, learning
+from lockstep.diagnostics.learning import SCORES, FinalScores, learning
 from lockstep.diagnostics.verdict import Advice, checklist, verdict
 from lockstep.training.evidence import Evidence
 
@@ -37,7 +37,7 @@ class Listener(Observer):
         images = labels.bincount() if labels.ndim == 1 else (labels > 0.5).sum(0)
         run = Run(self.folder)
         trained = run.series(EPOCH_TOP1, TRAIN_TOP1)
-        scores = Scores(
+        scores = FinalScores(
             score=score,
             total=len(labels),
             images=images.tolist(),

@@ -23,7 +23,7 @@ LEAST = 4  # epochs of a run with patience
 
 
 @dataclass(frozen=True)
-class Row:
+class Choices:
     """The choices for fewer than `below` training images."""
 
     below: float
@@ -32,7 +32,10 @@ class Row:
     mixup: float = 0.0
 
 
-ROWS = (Row(500, 40, 0.99), Row(5_000, 20, 0.99), Row(20_000, 10, 0.999), Row(math.inf, 10, 0.999, mixup=0.1))
+CHOICES = (
+    *(Choices(500, 40, 0.99), Choices(5_000, 20, 0.99)),
+    *(Choices(20_000, 10, 0.999), Choices(math.inf, 10, 0.999, mixup=0.1)),
+)
 
 
 def by_weights(job: Job, resumed: Path | None) -> Job:
@@ -56,10 +59,10 @@ def by_weights(job: Job, resumed: Path | None) -> Job:
 
 def by_images(job: Job, images: int | None = None) -> Job:
     """The job with the choices for so many training images; for many, while the number is not known (None)."""
-    row = ROWS[-1] if images is None else next(row for row in ROWS if images < row.below)
-    epochs = row.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
-    train = replace(job.train, ema=row.ema) if job.train.ema == AUTO else job.train
-    train = replace(train, mixup=row.mixup) if train.mixup == AUTO else train
+    choices = CHOICES[-1] if images is None else next(choices for choices in CHOICES if images < choices.below)
+    epochs = choices.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
+    train = replace(job.train, ema=choices.ema) if job.train.ema == AUTO else job.train
+    train = replace(train, mixup=choices.mixup) if train.mixup == AUTO else train
     if train.patience == AUTO:  # half of a run of few evaluations would end it at once
         train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST else None)
     return replace(job, epochs=epochs, train=train)

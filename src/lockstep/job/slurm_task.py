@@ -24,7 +24,7 @@ REMOVED_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "HYDRA_FULL_ERROR")
 CANCELLED = ("CANCELLED", "COMPLETING")
 
 
-class Task:
+class SlurmTask:
     """The command on one machine, stopped and queued again when the time limit or a preemption is near."""
 
     def __init__(self, folder: str, command: Sequence[str]) -> None:
@@ -93,4 +93,4 @@ def _is_cancelled(job: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(Task(sys.argv[1], sys.argv[2:]).run())
+    sys.exit(SlurmTask(sys.argv[1], sys.argv[2:]).run())

@@ -16,7 +16,7 @@ from lockstep.core.world import World
 from lockstep.losses import probabilities_of
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import check_room
-from lockstep.scores import Block, Scores
+from lockstep.scores import EvaluationBlock, Scores
 from lockstep.training.patience import Patience
 from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, plan_of
 
@@ -112,5 +112,5 @@ def has_value(job: ResolvedJob, name: str, labels: Tensor) -> bool:
     world, data = World.solo(), job.dataset
     scores = Scores({metric: job.metric[metric]}, data.classes, data.class_names, world, kind, job.task.targets)
     logits = torch.randn(len(labels), data.classes, generator=torch.Generator().manual_seed(0))
-    scores.update(Block(logits, logits, logits, labels, logits[:, 0], 0))
+    scores.update(EvaluationBlock(logits, logits, logits, labels, logits[:, 0], 0))
     return not math.isnan(scores.compute()[name])

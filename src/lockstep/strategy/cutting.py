@@ -37,7 +37,7 @@ class Stages:
 
 
 @dataclass
-class Place:
+class CutPlace:
     """A module as a place for a cut, with the dtype and the number of elements of its input.
 
     `argument` is the `id` of the input while the module runs, `obstacle` why the model cannot be cut before it, or
@@ -59,7 +59,7 @@ class ForwardTrace(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         super().__init__()
-        self.places: list[Place] = []
+        self.places: list[CutPlace] = []
         self.begun: dict[nn.Module, int] = {model: 0}
         self.names = {id(tensor): name for name, tensor in named_tensors(model)}
         self.first_use: dict[str, int] = {}
@@ -80,7 +80,7 @@ class ForwardTrace(TorchFunctionMode):
             return
         tensors = list(tensors_in((args, kwargs)))
         only_input = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
-        place = Place(name, obstacle="" if only_input else f"it takes {len(tensors)} tensors, expected one")
+        place = CutPlace(name, obstacle="" if only_input else f"it takes {len(tensors)} tensors, expected one")
         if only_input:
             place.dtype, place.size, place.argument = tensors[0].dtype, tensors[0].numel(), id(tensors[0])
         self.places.append(place)
@@ -161,7 +161,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     )
 
 
-def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
+def _locate(places: Sequence[CutPlace], entries: Sequence[str]) -> list[int]:
     numbers = {place.name: number for number, place in enumerate(places, 1)}
     starts = []
     for name in entries:
@@ -185,7 +185,7 @@ def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
     return starts
 
 
-def _balance(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
+def _balance(sizes: Sequence[int], places: Sequence[CutPlace], stages: int) -> list[int]:
     """The cuts that make the stages most equal. `sizes` has the number of parameters at each position."""
     before = list(itertools.accumulate(sizes, initial=0))  # the parameters before each position
     # Of several places without parameters between them, take the one that sends least, and of these the outermost.

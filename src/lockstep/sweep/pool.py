@@ -33,7 +33,7 @@ CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all
 
 
 @dataclass(frozen=True)
-class Task:
+class SweepJob:
     """A job to run."""
 
     record: Record
@@ -46,7 +46,7 @@ class Task:
 class Pool:
     """The jobs of one call that wait and that run, at `most` so many at once; None is as many as fit.
 
-    `start` starts the process of a task on its share of the devices. `wait` waits for the sentinels of processes, for
+    `start` starts the process of a job on its share of the devices. `wait` waits for the sentinels of processes, for
     some seconds at most.
     """
 
@@ -57,29 +57,29 @@ class Pool:
         view: SweepView,
         *,
         most: int | None = None,
-        start: Callable[[Ledger, Task, Share], Process],
+        start: Callable[[Ledger, SweepJob, Share], Process],
         wait: Callable[[list[Any], float], object] = multiprocessing.connection.wait,
     ) -> None:
         self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
         self.start, self.wait = start, wait
-        self.running: list[tuple[Task, Share, Process]] = []
+        self.running: list[tuple[SweepJob, Share, Process]] = []
         self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
         self.has_killed = False
 
     def run(
         self,
-        tasks: Sequence[Task],
+        jobs: Sequence[SweepJob],
         enough: Callable[[Record], bool] = lambda record: False,
-        more: Callable[[Record], Sequence[Task]] = lambda record: (),
+        more: Callable[[Record], Sequence[SweepJob]] = lambda record: (),
         cut: State = State.waiting,
     ) -> None:
-        """Run all tasks, and `more` that follow the end of a job. One that fails or dies ends no other.
+        """Run all jobs, and `more` that follow the end of a job. One that fails or dies ends no other.
 
         `enough` is asked again and again whether a running job has trained enough for now; then it saves, and has the
         state `cut`. Raises Stopped after a signal, when every running job has saved its state; Interrupted after a
         second SIGINT.
         """
-        waiting, stopping, self.has_killed = list(tasks), False, False
+        waiting, stopping, self.has_killed = list(jobs), False, False
         with forwarding(self.send) as request:
             try:
                 while waiting or self.running:
@@ -91,7 +91,7 @@ class Pool:
                     self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
                     ended = self._collect(enough, cut)
                     if not request.requested:
-                        waiting += [task for record in ended for task in more(record)]
+                        waiting += [job for record in ended for job in more(record)]
                     self._cut(enough)
                     self.view.refresh(len(waiting))
             finally:
@@ -99,27 +99,27 @@ class Pool:
             if request.requested:
                 raise Stopped("stopped; running jobs are saved. Rerun the command to continue")
 
-    def _start_what_fits(self, waiting: list[Task]) -> None:
-        """Start tasks in their order, and later ones where an earlier one has to wait for more devices."""
-        for task in list(waiting):
+    def _start_what_fits(self, waiting: list[SweepJob]) -> None:
+        """Start jobs in their order, and later ones where an earlier one has to wait for more devices."""
+        for job in list(waiting):
             if self.most is not None and len(self.running) >= self.most:
                 return
             alone = self.most == 1 or len(waiting) + len(self.running) == 1
-            if (share := self.devices.take(task.needs)) is not None:
+            if (share := self.devices.take(job.needs)) is not None:
                 share = replace(share, alone=alone)
-                waiting.remove(task)
-                self.running.append((task, share, self.start(self.ledger, task, share)))
-                self.view.started(task.record)
+                waiting.remove(job)
+                self.running.append((job, share, self.start(self.ledger, job, share)))
+                self.view.started(job.record)
 
     def _collect(self, enough: Callable[[Record], bool], cut: State) -> list[Record]:
         """Free the devices of the jobs that have ended, and record those that could not do so themselves."""
         ended = []
         for entry in [entry for entry in self.running if entry[2].exitcode is not None]:
-            task, share, process = entry
+            job, share, process = entry
             process.join()
             self.running.remove(entry)
-            record = self.ledger.read(task.record)
-            self.devices.give_back(share, task.needs.kind, memory_of_job(self.ledger, record))
+            record = self.ledger.read(job.record)
+            self.devices.give_back(share, job.needs.kind, memory_of_job(self.ledger, record))
             if record.state in (State.running, State.waiting):
                 record = self._without_record(record, process.exitcode or 0)
             if record.state is State.stopped and (record.number in self.cut or enough(record)):
@@ -131,9 +131,9 @@ class Pool:
 
     def _cut(self, enough: Callable[[Record], bool]) -> None:
         """Have the jobs that have trained enough for now save their state and end."""
-        for task, _, process in self.running:
-            if task.record.number not in self.cut and enough(task.record):
-                self.cut.add(task.record.number)
+        for job, _, process in self.running:
+            if job.record.number not in self.cut and enough(job.record):
+                self.cut.add(job.record.number)
                 process.send_signal(signal.SIGTERM)
 
     def _without_record(self, record: Record, code: int) -> Record:
@@ -160,9 +160,9 @@ class Pool:
                 process.send_signal(signal.SIGCONT)  # a job that was suspended on its own hears it too
 
 
-def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
-    """The process of a task as a fork of this one."""
-    process = Fork(functools.partial(_serve, ledger, task, share))
+def forked(ledger: Ledger, job: SweepJob, share: Share) -> Fork:
+    """The process of a job as a fork of this one."""
+    process = Fork(functools.partial(_serve, ledger, job, share))
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child unblocks them when it can act on them
     try:
         process.start()
@@ -171,14 +171,14 @@ def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
     return process
 
 
-def _serve(ledger: Ledger, task: Task, share: Share) -> None:
-    with append(output_of(ledger, task.record)) as output:
+def _serve(ledger: Ledger, job: SweepJob, share: Share) -> None:
+    with append(output_of(ledger, job.record)) as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
-    os.environ.update({**share.environment, **task.environment})
+    os.environ.update({**share.environment, **job.environment})
     code = 0
     try:
-        recorded(ledger, task.record, task.function)
+        recorded(ledger, job.record, job.function)
     except LockstepError as error:
         say(error)
         code = error.exit_code
@@ -189,17 +189,17 @@ def _serve(ledger: Ledger, task: Task, share: Share) -> None:
 
 
 def fresh(
-    ledger: Ledger, task: Task, share: Share, environment: Mapping[str, str] = os.environ, **options: Any
+    ledger: Ledger, job: SweepJob, share: Share, environment: Mapping[str, str] = os.environ, **options: Any
 ) -> Fresh:
-    """The process of a task as a fresh interpreter, which does not outlive this one, which cannot be forked."""
-    words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
-    variables = {**environment, **share.environment, **task.environment, PARENT: str(os.getpid())}
-    with append(output_of(ledger, task.record)) as output:
+    """The process of a job as a fresh interpreter, which does not outlive this one, which cannot be forked."""
+    words = [*job.command, override("hydra.run.dir", ledger.folder / job.record.folder)]
+    variables = {**environment, **share.environment, **job.environment, PARENT: str(os.getpid())}
+    with append(output_of(ledger, job.record)) as output:
         return Fresh(words, variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options)
 
 
-def start(ledger: Ledger, task: Task, share: Share) -> Process:
-    return forked(ledger, task, share) if can_fork() else fresh(ledger, task, share)
+def start(ledger: Ledger, job: SweepJob, share: Share) -> Process:
+    return forked(ledger, job, share) if can_fork() else fresh(ledger, job, share)
 
 
 def memory_of_job(ledger: Ledger, record: Record) -> int | None:

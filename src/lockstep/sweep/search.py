@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-    from lockstep.sweep.pool import Pool, Task
+    from lockstep.sweep.pool import Pool, SweepJob
 
 ENDED, ERROR = "ended", "error"  # attributes of a trial
 JOURNAL = "optuna.log"
@@ -57,7 +57,7 @@ def score_at(ledger: Ledger, record: Record, share: float, direction: Direction)
     return record.objective
 
 
-def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
+def halve(pool: Pool, records: Sequence[Record], jobs: Mapping[int, SweepJob], factor: int) -> None:
     """Run the rounds: after each, the best one of `factor` settings continues, with all its seeds and folds.
 
     Jobs that were done or failed before take part with their scores. Raises Stopped and Interrupted as `Pool.run`;
@@ -70,7 +70,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
     rounds = shares(len(samples), factor)
 
     def runs(record: Record) -> bool:
-        return record.number in tasks and record.state is not State.done
+        return record.number in jobs and record.state is not State.done
 
     for number, share in enumerate(rounds, 1):
         pool.view.share, pool.view.portion = share, share - ([0.0, *rounds][number - 1])
@@ -86,7 +86,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
 
         until = {} if is_last else {RUNG_END: repr(share)}
         started = [
-            replace(tasks[record.number], record=record, environment=until)
+            replace(jobs[record.number], record=record, environment=until)
             for record in racing
             if runs(record) and not has_enough(record)
         ]

@@ -54,7 +54,7 @@ class TensorBoard(Logger):
     )
 
     def build(self, run: RunInfo) -> Observer:
-        return tensorboard.TensorBoard(run, histograms=self.histograms)
+        return tensorboard.TensorBoardWriter(run, histograms=self.histograms)
 
 
 def accepted(name: str) -> str:

@@ -72,7 +72,7 @@ def layout(tags: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     return {page: charts for page, charts in pages.items() if page and charts}
 
 
-class TensorBoard(Observer):
+class TensorBoardWriter(Observer):
     """Writes event files, new ones after each resume. An error, such as a full disk, is one warning.
 
     TensorBoard hides the steps of earlier files that the resumed run does again (`purge_step`).

@@ -16,7 +16,7 @@ from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import reflected
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
-from lockstep.scores import Block, EvaluationObserver
+from lockstep.scores import EvaluationBlock, EvaluationObserver
 from lockstep.training.train_step import ignore
 
 
@@ -60,7 +60,7 @@ def evaluate(
         whole = torch.stack([broken.sum(), (~broken).sum()])
         counts += torch.cat([whole, task.counts(predicted, labels)])
         first = ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
-        block = Block(images[: len(logits)], logits, predicted, labels, losses, first)
+        block = EvaluationBlock(images[: len(logits)], logits, predicted, labels, losses, first)
         for observer in observers:
             observer.update(block)
         between(done, rounds)

@@ -15,7 +15,7 @@ from lockstep.core.model import is_broken, log_odds, probabilities
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.scores import Block, EvaluationObserver
+from lockstep.scores import EvaluationBlock, EvaluationObserver
 from lockstep.telemetry import pictures
 
 WORST = 12
@@ -41,7 +41,7 @@ class CollectedPredictions(EvaluationObserver):
         self.blocks: list[tuple[Tensor, ...]] = []
         self.worst: tuple[Tensor, ...] = ()
 
-    def update(self, block: Block) -> None:
+    def update(self, block: EvaluationBlock) -> None:
         self.blocks.append(self._kept(block))
         losses = block.losses.masked_fill(is_broken(block.labels), -math.inf)
         top = _highest(losses)
@@ -72,12 +72,12 @@ class CollectedPredictions(EvaluationObserver):
         fields = self._fields(*map(torch.cat, zip(*filter(None, parts), strict=True)))
         self.observer.predicted(Predictions(step=step, names=self.names, worst=worst, **fields))
 
-    def _kept(self, block: Block) -> tuple[Tensor, ...]:
+    def _kept(self, block: EvaluationBlock) -> tuple[Tensor, ...]:
         """What is kept of a block until `finish`."""
         few = len(self.names) <= CURVE_CLASSES
         return block.labels, block.predicted[:, 0], log_odds(block.logits if few else block.logits[:0], self.kind)
 
-    def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
+    def _predicted(self, block: EvaluationBlock, top: Tensor) -> tuple[Tensor, ...]:
         predicted = block.predicted[top, 0]
         return predicted, probabilities(block.logits[top], self.kind).gather(1, predicted[:, None])[:, 0]
 
@@ -112,11 +112,11 @@ class CollectedPredictions(EvaluationObserver):
 class CollectedLabels(CollectedPredictions):
     """For tasks of labels. A label is true if its share is above a half."""
 
-    def _kept(self, block: Block) -> tuple[Tensor, ...]:
+    def _kept(self, block: EvaluationBlock) -> tuple[Tensor, ...]:
         few = len(self.names) <= MATRIX_CLASSES
         return block.labels, block.predicted, log_odds(block.logits if few else block.logits[:0], self.kind)
 
-    def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
+    def _predicted(self, block: EvaluationBlock, top: Tensor) -> tuple[Tensor, ...]:
         return (block.predicted[top],)
 
     def _answer(self, label: Any, predicted: Any, share: float = math.nan) -> dict[str, Any]:
@@ -141,12 +141,12 @@ class CollectedLabels(CollectedPredictions):
 class CollectedValues(CollectedPredictions):
     """For tasks of values. Of a large split, every n-th example is kept."""
 
-    def _kept(self, block: Block) -> tuple[Tensor, ...]:
+    def _kept(self, block: EvaluationBlock) -> tuple[Tensor, ...]:
         numbers = torch.arange(block.first, block.first + len(block.labels))
         chosen = slice(-block.first % self.stride, None, self.stride)
         return block.labels[chosen], block.predicted[chosen], numbers[chosen]
 
-    def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
+    def _predicted(self, block: EvaluationBlock, top: Tensor) -> tuple[Tensor, ...]:
         return (block.predicted[top],)
 
     def _answer(self, label: Any, predicted: Any, share: float = math.nan) -> dict[str, Any]:

@@ -28,7 +28,7 @@ DELIMITERS = ",;\t"
 SPLITS_SHOWN = 5
 
 
-class Row(NamedTuple):
+class TableEntry(NamedTuple):
     line: int
     name: str
     label: tuple[str, ...]
@@ -82,7 +82,7 @@ class CSV(FileSource):
 
     def list_files(self) -> dict[str, Files]:
         rows = self._checked_rows()
-        by_split: dict[str, list[Row]] = {}
+        by_split: dict[str, list[TableEntry]] = {}
         for row in rows:
             by_split.setdefault(row.split, []).append(row)
         names = self.wanted(lambda name: {name} & by_split.keys())
@@ -98,7 +98,7 @@ class CSV(FileSource):
     def _columns_of_labels(self) -> list[str]:
         return self.label_columns or [self.label_column]
 
-    def _classes(self, train: list[Row]) -> tuple[str, ...]:
+    def _classes(self, train: list[TableEntry]) -> tuple[str, ...]:
         if self.targets == VALUES or (self.targets == LABELS and self.label_columns):
             return tuple(self._columns_of_labels)
         if self.label_columns:
@@ -109,12 +109,12 @@ class CSV(FileSource):
         examples = [self._target(row) for row in train]
         return names_of(examples, self.targets, lambda index: self._line(train[index]), "label", gaps=False)
 
-    def _target(self, row: Row) -> Any:
+    def _target(self, row: TableEntry) -> Any:
         if self.targets == LABELS and not self.label_columns:
             return split_text(row.label[0], self.label_separator)
         return row.label if self.targets in (LABELS, VALUES) else row.label[0]
 
-    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...]) -> Files:
+    def _listing(self, rows: list[TableEntry], classes: tuple[str, ...], notes: tuple[str, ...]) -> Files:
         def place(index: int) -> str:
             return self._line(rows[index])
 
@@ -129,9 +129,9 @@ class CSV(FileSource):
         groups = None if self.group_column is None else as_names(rows[index].group or "" for index in order)
         return Files(in_folder(self.folder), names, labels[order], classes, notes=notes, groups=groups)
 
-    def _checked_rows(self) -> list[Row]:
+    def _checked_rows(self) -> list[TableEntry]:
         """The lines of the table, checked: each names an image that exists, with one label, split and group."""
-        rows_by_file: dict[str, Row] = {}
+        rows_by_file: dict[str, TableEntry] = {}
         rows = []
         for row in self._rows():
             may_lack = self.targets == LABELS and not self.label_columns  # an image without a label
@@ -153,7 +153,7 @@ class CSV(FileSource):
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
         return rows
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[TableEntry]:
         with opened(Path(self.path), links=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             try:
@@ -172,7 +172,7 @@ class CSV(FileSource):
                     name, *texts = (cells[column].strip() for column in columns)
                     group = None if self.group_column is None else texts.pop()
                     label, split = tuple(texts[:width]), texts[width:]
-                    yield Row(lines.line_num, name, label, split[0] if split else self.train_split, group)
+                    yield TableEntry(lines.line_num, name, label, split[0] if split else self.train_split, group)
             except UnicodeDecodeError as error:
                 raise InputError(
                     f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it in UTF-8"
@@ -200,7 +200,7 @@ class CSV(FileSource):
         where = f"the table {self.path}"
         return [option_of(numbers, name, where, key=key, share=shares.get(key, "")) for key, name in columns]
 
-    def _line(self, row: Row) -> str:
+    def _line(self, row: TableEntry) -> str:
         return f"line {row.line:,} of {self.path}"
 
     def _wrong(self, line: int, problem: str, key: str = "path", remedy: str = "correct it") -> InputError:
