@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -115,6 +115,20 @@ def test_a_strategy_makes_no_other_run_unless_it_changes_more_than_the_order_of_
     assert all(identity_of(config) == identity_of(plain) for config in same)
     other = composed("strategy=ddp", "strategy.comm_hook=fp16")
     assert identity_of(other) == {**identity_of(plain), "strategy.comm_hook": "fp16"}
+
+
+def test_a_strategy_with_a_fixed_order_of_sums_is_the_run_of_repro_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+    monkeypatch.setattr("lockstep.config.extensions.load", lambda module: True)
+
+    @option("strategy")
+    class Mine:
+        fixed_order: ClassVar[bool] = True
+
+    strict = identity_of(composed("repro=strict"))
+    assert identity_of(composed("strategy=strict")) == strict
+    assert identity_of({**composed(), "strategy": options.default_node("strategy", Mine)}) == strict
+    assert identity_of({**composed(), "strategy": {"_target_": "gone.Strategy"}}) == identity_of(composed())
 
 
 def test_a_key_of_an_option_of_a_users_has_the_role_that_its_class_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,21 +29,6 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _BUILT: dict[tuple[type[Any], str], Any] = {}
 
 
-def locate(group: str, target: object, key: str = "") -> type[Any]:
-    """The class that a node of `group` names. Raises InputError if it is not an option of the group."""
-    module, _, name = str(target).rpartition(".")
-    if module == GROUPS[group]:
-        importlib.import_module(options.modules_of(group).get(name, module))
-    if module == GROUPS[group] or extensions.load(module):
-        for cls in options.declared(group).values():
-            if options.target_of(cls) == target:
-                return cls
-    raise InputError(
-        f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "
-        f"{group}=NAME, or install the extension that has it (extensions here: {extensions.shown()})"
-    )
-
-
 def build_many(group: str, nodes: Any) -> dict[str, Any]:
     """The components of a group of which a job can have any number, by name. Raises InputError if a node is wrong."""
     if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
@@ -61,7 +45,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
     if not isinstance(node, Mapping) or "_target_" not in node:
         in_recipe = f"; a recipe chooses it with `- override /{group}: {node}`" if isinstance(node, str) else ""
         raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME{in_recipe}")
-    cls = locate(group, node["_target_"], key)
+    cls = extensions.class_of(group, node["_target_"], key)
     values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
     names = [item.name for item in dataclasses.fields(cls)]
     for unknown in (name for name in values if name not in names):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.config import options
 from lockstep.config.schema import GROUPS
@@ -155,3 +156,18 @@ def _configs(extension: Extension) -> list[tuple[str, Path]]:
             raise InputError(f"{file}: {group}={name} is an option of Lockstep; rename the file")
         configs.append((f"{group}={name}", file))
     return configs
+
+
+def class_of(group: str, target: object, key: str = "") -> type[Any]:
+    """The class that a node of `group` names. Raises InputError if it is not an option of the group."""
+    module, _, name = str(target).rpartition(".")
+    if module == GROUPS[group]:
+        importlib.import_module(options.modules_of(group).get(name, module))
+    if module == GROUPS[group] or load(module):
+        for cls in options.declared(group).values():
+            if options.target_of(cls) == target:
+                return cls
+    raise InputError(
+        f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "
+        f"{group}=NAME, or install the extension that has it (extensions here: {shown()})"
+    )

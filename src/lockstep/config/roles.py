@@ -1,15 +1,17 @@
 """What another value of a key makes of a run: the role of each key, for everything that asks what two runs share.
 
-The roles stand at the fields of the schema, and of options that users declare. Imports torch for such options alone.
+The roles stand at the fields of the schema, and of options that users declare. Only questions about such options, and
+`identity_of`, import torch.
 """
 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from lockstep.config import extensions, options
-from lockstep.config.schema import BLOCKS, FIELDS, GROUPS, MANY, STRICT, Job
+from lockstep.config.schema import BLOCKS, FIELDS, GROUPS, MANY, Job
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Component, Role, declared_role, leaves
 
@@ -54,14 +56,10 @@ def _role_of_field(group: str, name: str, cls: type[Any] | None) -> Role:
 
 def _class_of(group: str, target: str) -> type[Any] | None:
     """The class of an option of a user's; None for Lockstep's own, or if its extension is not here."""
-    module = target.rpartition(".")[0]
-    if module in ("", GROUPS[group]):
-        return None
-    try:
-        extensions.load(module)
-    except InputError:
-        return None
-    return next((cls for cls in options.declared(group).values() if options.target_of(cls) == target), None)
+    if target.rpartition(".")[0] not in ("", GROUPS[group]):
+        with suppress(InputError):
+            return extensions.class_of(group, target)
+    return None
 
 
 def identity_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,8 +69,10 @@ def identity_of(values: Mapping[str, Any]) -> dict[str, Any]:
     such a key is left out: it is what the options without the key do.
     """
     deciding = {key: value for key, value in leaves(values) if role_of(key, values).makes_another_run}
-    if isinstance(node := values.get("strategy"), Mapping) and node.get(TARGET) == STRICT:
-        deciding["repro"] = "strict"  # as the start of a job decides
+    if isinstance(node := values.get("strategy"), Mapping):
+        with suppress(InputError):  # the strategy is of another version, or its extension is not here
+            if extensions.class_of("strategy", node.get(TARGET)).fixed_order:
+                deciding["repro"] = "strict"  # as the start of a job decides
     return {
         key: value
         for key, value in deciding.items()

@@ -55,7 +55,6 @@ GROUPS: Mapping[str, str] = {
     "metric": "lockstep.metrics",
     "logger": "lockstep.telemetry.loggers",
 }
-STRICT = f"{GROUPS['strategy']}.Strict"  # the strategy of `repro=strict`
 FIELDS = "fields"  # the roles of the fields of a group's options, in the metadata of the group
 # Groups of which a job can have any number of options: `logger=[jsonl,tensorboard]`.
 MANY = frozenset({"metric", "logger"})

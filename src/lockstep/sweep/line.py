@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep.config import commands, components
+from lockstep.config import commands, components, extensions
 from lockstep.config.commands import STARTS, key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import as_typed
@@ -110,7 +110,7 @@ def _objectives(config: DictConfig) -> list[str]:
 def _monitor(config: DictConfig, text: str = "") -> Monitor:
     """The figure by which the jobs of a sweep are compared, as `text`, or else the config, gives it."""
     metrics: Any = OmegaConf.to_container(config.metric, resolve=True) if config.metric else {}
-    task = components.locate("task", config.task["_target_"])
+    task = extensions.class_of("task", config.task["_target_"])
     chosen = components.build_many("metric", metrics)
     return monitor_of(text or str(config.monitor), task.monitor, components.metrics_of(task, chosen))
 
