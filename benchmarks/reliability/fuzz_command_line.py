@@ -151,7 +151,7 @@ def short_of_training() -> Iterator[None]:
     A command then ends with an exception instead of ending this process.
     """
     from lockstep.data.datasets.builtin import Published
-    from lockstep.launcher.spawn import Inline
+    from lockstep.launcher.inline import Inline
     from lockstep.runtime import host, program
 
     def offline(self: object) -> None:

@@ -198,7 +198,7 @@ def test_the_default_job_imports_the_modules_of_its_own_options_alone(tmp_path: 
     loaded = {name.removeprefix("lockstep.") for name in done.err.splitlines()[-1].split()} - {"lockstep"}
     of_options = {name.removeprefix("lockstep.") for group in GROUPS for name in modules_of(group).values()}
     own = {"models.nets", "data.datasets.builtin", "data.loading.loaders", "data.transforms.augment", "strategy.base"}
-    own |= {"tasks", "precision", "launcher.spawn", "optim.optimizers", "optim.schedule", "losses"}
+    own |= {"tasks", "precision", "launcher.inline", "optim.optimizers", "optim.schedule", "losses"}
     assert loaded & of_options == own | {"telemetry.loggers"}
 
 

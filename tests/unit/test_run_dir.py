@@ -22,7 +22,8 @@ from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import Preparation
-from lockstep.launcher.spawn import Inline, first_failure
+from lockstep.launcher.inline import Inline
+from lockstep.launcher.spawn import first_failure
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import Record
 from lockstep.runtime.signals import StopNow, StopRequest

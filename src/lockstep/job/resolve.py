@@ -16,8 +16,7 @@ from lockstep.core.monitor import monitor_of
 from lockstep.core.protocols import Launcher, Strategy
 from lockstep.data.datasets.files import AUTO, with_sizes
 from lockstep.job.auto_training import by_images, by_weights
-from lockstep.launcher.spawn import Auto as AutoLauncher
-from lockstep.launcher.spawn import Inline, Spawn
+from lockstep.launcher.inline import Auto as AutoLauncher
 from lockstep.runtime.host import cores
 from lockstep.strategy.base import Auto as AutoStrategy
 from lockstep.strategy.base import Single
@@ -99,7 +98,7 @@ def with_targets(dataset: Source, targets: str) -> Source:
 def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
     if type(launcher) is AutoLauncher:
         alone = is_launched() or (ranks == 1 and not sweep)
-        launcher = (Inline if alone else Spawn)(**vars(launcher))
+        launcher = replace(components.build_option("launcher", "inline" if alone else "spawn"), **vars(launcher))
     if not launcher.starts_ranks and ranks > 1 and not is_launched():
         source = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(

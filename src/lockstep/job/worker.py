@@ -29,7 +29,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.core.terminal import forgive_output, impatient
 from lockstep.core.world import World
-from lockstep.runtime import addresses, program, watchdog
+from lockstep.runtime import program, watchdog
 from lockstep.runtime.forking import Fork
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment
@@ -159,10 +159,12 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     if place.size == 1:  # a group would take 20 ms, and more with NCCL
         yield World.solo(torch.device(device, 0) if device == "cuda" else device)
         return
+    from lockstep.runtime import addresses  # imported late: a single rank has no connections
+
     on_device = torch.device(device, own_gpu(place.local_rank)) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(on_device)
-    _choose_interface(one_machine=place.local_size == place.size)
+    addresses.choose_interface(one_machine=place.local_size == place.size)
     allow_connections(place.size)
     _init_process_group(backend, timedelta(seconds=timeout), on_device, place)
     control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -220,19 +222,3 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device, 
             f"several ranks have the same GPU ({device}), which NCCL does not allow; start as many ranks on this "
             "machine as it has GPUs, or use launcher.backend=gloo"
         ) from error
-
-
-def _choose_interface(*, one_machine: bool) -> None:
-    """Have the ranks of one machine listen on the loopback interface, others on the one that reaches main's machine.
-
-    By default gloo takes the address of this machine's own name, which can be a loopback address, or unknown (on
-    macOS). On main's machine, MASTER_ADDR can be a loopback address too.
-    """
-    loopback = addresses.interface_of(addresses.LOOPBACK) or "lo"
-    name = loopback if one_machine else addresses.interface_to(*store_address())
-    if name == loopback and not one_machine:
-        name = addresses.interface_elsewhere()
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        if one_machine:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -17,8 +17,9 @@ from lockstep.core.fields import SHELL, TEXT, TIME, Check, personal, ranged, rul
 from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run_dir import RunDir
+from lockstep.launcher.inline import Inline
 from lockstep.launcher.processes import is_listening, wait
-from lockstep.launcher.spawn import Inline, Spawn, killed
+from lockstep.launcher.spawn import Spawn, killed
 from lockstep.runtime import addresses
 from lockstep.runtime.signals import STOP_SIGNALS
 

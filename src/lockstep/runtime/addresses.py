@@ -1,6 +1,7 @@
 """This machine in the network: its identity, its addresses, the interface to another one. Imports no torch."""
 
 import ipaddress
+import os
 import socket
 from contextlib import closing, suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ import psutil
 
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
+from lockstep.core.launch_env import store_address
 
 # An address that no machine has (RFC 5737), so that its route is the default route.
 ELSEWHERE = "198.51.100.1"
@@ -92,3 +94,19 @@ def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addre
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     ]
+
+
+def choose_interface(*, one_machine: bool) -> None:
+    """Have the ranks of one machine listen on the loopback interface, others on the one that reaches main's machine.
+
+    By default gloo takes the address of this machine's own name, which can be a loopback address, or unknown (on
+    macOS). On main's machine, MASTER_ADDR can be a loopback address too.
+    """
+    loopback = interface_of(LOOPBACK) or "lo"
+    name = loopback if one_machine else interface_to(*store_address())
+    if name == loopback and not one_machine:
+        name = interface_elsewhere()
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if one_machine:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
