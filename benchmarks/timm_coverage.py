@@ -68,10 +68,10 @@ def stages(model: str, size: int, folder: Path, *words: str) -> Iterator[tuple[s
     import lockstep
     from lockstep.checkpoint.files import MODEL
     from lockstep.checkpoint.reading import latest_valid
-    from lockstep.cli import export as exporting
     from lockstep.core.errors import Stopped
     from lockstep.core.run_dir import RunDir
     from lockstep.core.world import World
+    from lockstep.inference import export as exporting
     from lockstep.runtime.signals import StopRequest
     from lockstep.training import experiment
     from runs import prepared

@@ -198,7 +198,7 @@ strategy/strict.py: on four ranks a gradient counts twice and another one never 
 config/hydra_policy.py: a value of one job of a sweep stays in the next one [hydra_policy]
 - composed = copy.deepcopy(self.jobs[lines])
 + composed = self.jobs[lines]
-cli/scoring.py: the calibration error is a share, not a percentage [predictor]
+inference/scoring.py: the calibration error is a share, not a percentage [predictor]
 - (100 if name == CALIBRATION_ERROR else 1)
 + 1
 training/evaluate.py: a rank without a block takes no part in the scores [evaluate]

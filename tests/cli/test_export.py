@@ -15,8 +15,8 @@ from PIL import Image
 
 import lockstep
 from helpers import NARROW, Done, forked, train_here
-from lockstep.cli import export as exporting
 from lockstep.core.errors import InputError
+from lockstep.inference import export as exporting
 from lockstep.inference.predictor import load
 from lockstep.precision import FP32
 

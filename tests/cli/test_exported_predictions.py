@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from helpers import documented, train_here
-from lockstep.cli import export as exporting
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import VALUES
+from lockstep.inference import export as exporting
 from lockstep.inference.predictor import Predictor, load
 from lockstep.models import zoo
 from lockstep.precision import FP32

@@ -452,7 +452,7 @@ LISTS_KEYS: dict[str, str] = {
     "config.commands.FOLDERS": "the keys with other paths",
     "data.datasets.files.SIZES": "what `auto` chooses by the weights",
     "report.compare.DATA": "facts of checkpoints, not keys",
-    "cli.export.INPUT, OUTPUT, BATCH": "names in exported files",
+    "inference.export.INPUT, OUTPUT, BATCH": "names in exported files",
     "core.model_card.FITS": "values of a key",
     "core.run.SEED, FOLD": "two keys by name, for those who ask for their values",
 }

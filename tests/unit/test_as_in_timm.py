@@ -17,13 +17,13 @@ from torch import Tensor
 import lockstep
 from helpers import NARROW, documented, train_here
 from lockstep.checkpoint.weights import read_card
-from lockstep.cli.evaluate import split_for
 from lockstep.core.model_card import ModelCard
 from lockstep.data.datasets import files
 from lockstep.data.datasets.files import with_input, with_sizes
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.inference.evaluate import split_for
 from lockstep.inference.predictor import Predictor
 from lockstep.precision import FP32
 from lockstep.training.resolved_job import load_job

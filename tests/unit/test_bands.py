@@ -15,13 +15,13 @@ from torchvision.transforms.v2 import functional as T
 
 import lockstep
 from helpers import refusal, resolved, train_here
-from lockstep.cli.export import export_folder
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.policies import RandAugment, TrivialAugment
 from lockstep.diagnostics.show import show
+from lockstep.inference.export import export_folder
 from lockstep.inference.images import files_in, stored_image
 
 CHANNELS = 5

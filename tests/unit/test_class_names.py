@@ -19,11 +19,11 @@ from torchvision.datasets import ImageFolder
 import lockstep
 from helpers import built, refusal, train_here
 from lockstep.checkpoint.reading import difference
-from lockstep.cli.evaluate import evaluate
 from lockstep.data.datasets import CSV, HF, WebDataset, packed
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import SYSTEM_FOLDERS, Folder
 from lockstep.data.datasets.packed import Packed
+from lockstep.inference.evaluate import evaluate
 from lockstep.inference.images import files_in
 from lockstep.job import validate_with_data
 from lockstep.training import banner

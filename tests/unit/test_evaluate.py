@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.cli.scoring import EvaluatedSplit, Evaluation, Part, csv_lines
 from lockstep.core.errors import InputError
 from lockstep.core.protocols import Metric
 from lockstep.core.world import World
@@ -23,6 +22,7 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.inference.scoring import EvaluatedSplit, Evaluation, Part, csv_lines
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from helpers import NARROW, train_here
-from lockstep.cli import export as exporting
 from lockstep.core.errors import LockstepError
+from lockstep.inference import export as exporting
 from lockstep.inference.predictor import Predictor, load
 from lockstep.precision import FP32
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from helpers import Case, forked, gang, records, train_here, weights
-from lockstep.cli import data
+from lockstep.cli import pack as command
 from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.safe_write import locked
@@ -109,7 +109,7 @@ def test_a_packed_set_of_any_task_trains_as_its_source(task: str, tmp_path: Path
     for name, rows in {"a=b": lines, "whole": [line for line in lines if not line.startswith("3.png")]}.items():
         (tmp_path / f"{name}.csv").write_text("\n".join(rows) + "\n")
     words = ("dataset=csv", columns, "dataset.decode_size=8", f"task={task}")
-    data.pack([f"{tmp_path}/c=d", *words, f"dataset.path={tmp_path}/a=b.csv"], skip="1")
+    command.pack([f"{tmp_path}/c=d", *words, f"dataset.path={tmp_path}/a=b.csv"], skip="1")
     packed.check(tmp_path / "c=d", lambda number: None)
     runs = {
         "own": ("dataset=packed", f"dataset.path='{tmp_path}/c=d'", f"task={task}"),
@@ -342,4 +342,4 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
 def test_a_command_that_names_too_little_or_too_much_is_refused(words: list[str], check: str | None) -> None:
     says = "expected TARGET and the overrides of a data set, SOURCE and TARGET, or --check TARGET alone"
     with pytest.raises(InputError, match=says):
-        data.pack(words, check=check)
+        command.pack(words, check=check)

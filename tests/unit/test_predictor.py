@@ -21,16 +21,16 @@ from torch.nn import functional as F
 import lockstep
 from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import load_start, read_card
-from lockstep.cli.evaluate import split_for
-from lockstep.cli.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import ArraySplit, FileSplit
+from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, run_of
+from lockstep.inference.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.training.resolved_job import load_job
 
 

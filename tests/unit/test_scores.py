@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from helpers import built, records, refusal, resolved, train_here
 from lockstep import metrics
-from lockstep.cli.evaluate import evaluate
 from lockstep.core.errors import InputError
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.run import Run
 from lockstep.core.world import World
+from lockstep.inference.evaluate import evaluate
 from lockstep.report.run_page import write_report
 from lockstep.scores import EvaluationBlock, Scores
 from lockstep.telemetry.sinks import JsonLines

@@ -13,11 +13,11 @@ from PIL import Image
 
 import lockstep
 from helpers import FAKE, train_here
-from lockstep.cli.evaluate import evaluate
-from lockstep.cli.predict import predict
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.diagnostics.show import caption
+from lockstep.inference.evaluate import evaluate
+from lockstep.inference.predict import predict
 
 JOB = (*FAKE, "augment=none", "dataset.classes=3", "dataset.examples=120", "model=linear", "batch=8", "epochs=3")
 

@@ -13,10 +13,10 @@ from lockstep.runtime import signals
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
 # The package of each. The command is the function of its name, in the module of its name.
 COMMANDS = {
-    **dict.fromkeys(("new", "ladder", "pack", "evaluate", "predict", "export", "clean"), "cli"),
+    **dict.fromkeys(("new", "ladder", "pack", "clean"), "cli"),
     **dict.fromkeys(("prove", "doctor", "show", "lr-find"), "diagnostics"),
+    **dict.fromkeys(("evaluate", "predict", "export", "demo"), "inference"),
     **dict.fromkeys(("runs", "compare", "report", "watch"), "report"),
-    "demo": "inference",
 }
 
 

@@ -10,17 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.cli.scoring import (
-    EvaluatedSplit,
-    Evaluation,
-    Trial,
-    counts,
-    csv_lines,
-    evaluated,
-    of_all,
-    show_figures,
-    shown,
-)
 from lockstep.config import components, composition
 from lockstep.config.commands import key_of, shell_command
 from lockstep.config.composition import ConfigFiles
@@ -36,6 +25,17 @@ from lockstep.core.table import show_json
 from lockstep.data.datasets.files import FileSource, with_input, with_sizes
 from lockstep.data.datasets.targets import SPLIT_NAMES
 from lockstep.inference.predictor import Predictor, load, run_of, say_which
+from lockstep.inference.scoring import (
+    EvaluatedSplit,
+    Evaluation,
+    Trial,
+    counts,
+    csv_lines,
+    evaluated,
+    of_all,
+    show_figures,
+    shown,
+)
 from lockstep.job.resolve import with_targets
 from lockstep.records.ledger import Ledger
 from lockstep.records.runs import by_values, differing, read_jobs

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.files import MODEL, load_weights, save_weights
-from lockstep.cli.evaluate import split_for
 from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
@@ -33,6 +32,7 @@ from lockstep.core.safe_write import check_out, storing, sync, usual_mode, write
 from lockstep.core.table import markdown, markdown_code
 from lockstep.data.datasets.decode import RGB
 from lockstep.data.loading.reading import sample
+from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, load, run_of, say_which
 from lockstep.precision import FP32
