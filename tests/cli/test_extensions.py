@@ -64,7 +64,7 @@ def test_a_new_project_is_linted_and_passes_its_own_tests(project: Path) -> None
     assert command(sys.executable, "-m", "ruff", "check", "--isolated", "--ignore=I001", ".", cwd=project).code == 0
     done = forked("test_extensions:own_tests", cwd=project)
     assert done.code == 0, done.out
-    assert "5 passed" in done.out
+    assert "6 passed" in done.out
 
 
 def own_tests() -> None:

@@ -11,8 +11,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from lockstep.config import extensions, options
-from lockstep.config.hydra_policy import EXTENSION, is_own
+from lockstep.config.hydra_policy import is_own
 from lockstep.config.options import TIMM, TORCHVISION, model_of, models_of
+from lockstep.config.recipes import EXTENSION
 from lockstep.config.schema import GROUPS, MANY
 
 

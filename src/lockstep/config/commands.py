@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString
 from hydra.errors import HydraException
 
 from lockstep.config.roles import role_of
-from lockstep.config.schema import GROUPS, MANY, Job
+from lockstep.config.schema import GROUPS, MANY, RECIPES, Job
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import SHELL, Role, leaves, personal_values
 from lockstep.core.named_paths import pointed
@@ -166,7 +166,7 @@ def check_word(text: str) -> None:
 def check_sign(word: str) -> None:
     """Refuse `+GROUP=NAME` and `~GROUP` for the groups of each job, of which Hydra's own remedies do not work."""
     key, value = key_of(word), word.partition("=")[2]
-    if word[:1] == "+" and key in (*GROUPS, "experiment"):
+    if word[:1] == "+" and key in (*GROUPS, RECIPES):
         raise InputError(f"{word}: the job has this group already, so it is chosen without +: {key}={value}")
     if word[:1] == "~" and key in GROUPS:
         remedy = f"take none of its options with {key}=[]" if key in MANY else f"remove ~{key}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import options
-from lockstep.config.schema import GROUPS
+from lockstep.config.schema import GLOBAL, GROUPS, RECIPES
 from lockstep.core.errors import InputError
 from lockstep.core.native_threads import configure_native_threads, is_own_process
 
@@ -111,6 +111,16 @@ def load(module: str) -> bool:
     return False
 
 
+def own_groups() -> dict[str, list[str]]:
+    """The groups that extensions have beside Lockstep's own, with the names of their options."""
+    groups = dict[str, list[str]]()
+    for option, _ in (entry for extension in active() for entry in _configs(extension)):
+        group, _, name = option.partition("=")
+        if group not in (*GROUPS, RECIPES):
+            groups.setdefault(group, []).append(name)
+    return groups
+
+
 def shown() -> str:
     return ", ".join(f"{extension.package} ({extension.origin})" for extension in active()) or "none"
 
@@ -146,12 +156,15 @@ def _locate(package: str, origin: str) -> Extension:
 
 def _configs(extension: Extension) -> list[tuple[str, Path]]:
     configs = []
-    groups = [*GROUPS, "experiment"]
+    groups = [*GROUPS, RECIPES]
     for file in sorted(extension.conf.rglob("*.yaml")) if extension.conf else ():
         group, name = file.parent.relative_to(extension.folder / "conf").as_posix(), file.stem
-        if group not in groups:
+        if group not in groups and not (options.can_be_group(group) and GLOBAL in file.read_text()):
             known = options.known(group, groups)
-            raise InputError(f"{file}: {group!r} is not a config group; put it into conf/GROUP/NAME.yaml.{known}")
+            raise InputError(
+                f"{file}: {group!r} is not a config group; put it into conf/GROUP/NAME.yaml, or begin it with "
+                f"the line `{GLOBAL}` if it sets keys of the job.{known}"
+            )
         if options.is_own(group, name):
             raise InputError(f"{file}: {group}={name} is an option of Lockstep; rename the file")
         configs.append((f"{group}={name}", file))

@@ -35,15 +35,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import components
 from lockstep.config.commands import refusal
-from lockstep.config.schema import BLOCKS, CONF, GROUPS
-from lockstep.core.errors import InputError, close_to, shown
+from lockstep.config.recipes import EXTENSION, ChosenFiles, read_chosen, words_for_hydra
+from lockstep.config.schema import CONF
+from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import FOLDER, is_inside, nested
 
 Key = tuple[str, ...]
 
 TRUSTED = ["lockstep.cli.callbacks.SweepCallbacks"]  # besides installed launchers, sweepers and log handlers
-RECIPES = "experiment"
-EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 COPIES = (
     "hydra.job.env_copy copies environment variables into the config, and so, with their secrets, into files; "
     "remove it: the job inherits the variables"
@@ -111,9 +110,13 @@ class CheckedLoader:
     ) -> DictConfig:
         parsed = OverridesParser.create().parse_overrides(overrides)
         self._check_search_path(config_name, parsed)
-        self._check_recipes(parsed)
-        composed = self.loader.load_configuration(config_name, overrides, *args, **keywords)
-        self._check(composed, parsed)
+        files = read_chosen(parsed, self.get_sources())
+        words = words_for_hydra(parsed, files, self.get_sources())
+        composed = self.loader.load_configuration(config_name, words, *args, **keywords)
+        if words != overrides:
+            composed.hydra.overrides.hydra = [word for word in overrides if is_of_hydra(word)]
+            composed.hydra.overrides.task = [word for word in overrides if not is_of_hydra(word)]
+        self._check(composed, parsed, files)
         return composed
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -141,46 +144,14 @@ class CheckedLoader:
         return composed
 
     def _compose_job(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        words = [*as_typed(master_config.hydra.overrides.hydra), *sweep_overrides]
-        parsed = OverridesParser.create().parse_overrides(words)
-        self._check_recipes(parsed)
-        composed = self.loader.load_sweep_config(master_config, sweep_overrides)
-        self._check(composed, parsed)
+        of_hydra, parser = as_typed(master_config.hydra.overrides.hydra), OverridesParser.create()
+        parsed = parser.parse_overrides([*of_hydra, *sweep_overrides])
+        files = read_chosen(parsed, self.get_sources())
+        words = words_for_hydra(parsed, files, self.get_sources())
+        composed = self.loader.load_sweep_config(master_config, [word for word in words if word not in of_hydra])
+        composed.hydra.overrides.hydra, composed.hydra.overrides.task = of_hydra, sweep_overrides
+        self._check(composed, parsed, files)
         return composed
-
-    def _check_recipes(self, overrides: list[Override]) -> None:
-        """Refuse what a recipe, or its parent, says in vain, or in a form that Hydra answers with the next error."""
-        typed = {word.key_or_group: word.value() for word in overrides}
-        names = typed.get(RECIPES) or []
-        waiting = [f"{RECIPES}/{name}" for name in (names if isinstance(names, list) else [names])]
-        for path in waiting:  # it grows
-            loaded = next((source.load_config(path) for source in self.get_sources() if source.is_config(path)), None)
-            node = OmegaConf.to_container(loaded.config, resolve=False) if loaded else {}
-            if loaded and loaded.header.get("package") != "_global_":
-                raise InputError(
-                    f"{path}.yaml: begin it with the line `# @package _global_`, or its keys are no job's"
-                )
-            for entry in _checked_defaults(path, node):
-                # Without the space behind the colon, an entry is one word.
-                pairs = entry.items() if isinstance(entry, dict) else [str(entry).rpartition(":")[::2]]
-                written, name = next(iter((str(key), value) for key, value in pairs))
-                group = re.sub(r"^(override\s+)?/?", "", written)
-                parent = re.sub(rf"^/?({RECIPES}/)?", "", str(name).removesuffix(".yaml"))
-                expected = ""
-                if group == RECIPES or (not group and re.match(rf"{RECIPES}/|/(?!{RECIPES}/)", str(name))):
-                    expected = parent
-                elif not group.startswith("hydra/") and (known := close_to(group, GROUPS)):
-                    expected = f"override /{known[0]}: {name}"
-                text = f"{written}: {name}" if isinstance(entry, dict) else entry
-                if expected not in ("", text):
-                    raise InputError(f"{path}.yaml has `- {text}`, expected `- {expected}`")
-                in_vain = typed.get(group) != name or not str(written).startswith("override")
-                if group.startswith("hydra/") and in_vain:
-                    raise InputError(
-                        f"{path}.yaml cannot choose {group}; remove its line, and type -m {group}={name}"
-                    )
-                if not group and name != "_self_" and f"{RECIPES}/{parent}" not in waiting:
-                    waiting.append(f"{RECIPES}/{parent}")
 
     def _check_search_path(self, config_name: str | None, overrides: Iterable[Override]) -> None:
         """Refuse packages in `hydra.searchpath`, in which only the primary config and the command line have a say."""
@@ -193,7 +164,7 @@ class CheckedLoader:
         for path in (path for listed in paths if isinstance(listed, Iterable) for path in listed):
             _check_source("hydra.searchpath", str(path))
 
-    def _check(self, composed: DictConfig, overrides: list[Override]) -> None:
+    def _check(self, composed: DictConfig, overrides: list[Override], files: ChosenFiles) -> None:
         """Refuse a config with a value below `hydra` that neither Hydra, a plugin nor the command line gives."""
         node = OmegaConf.to_container(composed, resolve=False)
         values = dict(nested(node.get("hydra") if isinstance(node, dict) else None))
@@ -202,7 +173,8 @@ class CheckedLoader:
         expected = {**_defaults(), **(OURS if values.get(("job", "config_name")) else {})}  # not for --hydra-help
         for group, options in OPTIONS.items():
             choice = values.get(("runtime", "choices", f"hydra/{group}"))
-            if choice not in options and not any(word.key_or_group == f"hydra/{group}" for word in overrides):
+            typed = any(word.key_or_group == f"hydra/{group}" for word in overrides)
+            if choice not in options and files.choices.get(f"hydra/{group}") != choice and not typed:
                 raise InputError(
                     f"hydra/{group} is {shown(choice)} in a config file, which may choose only {', '.join(options)}; "
                     f"an installed plugin is chosen on the command line: hydra/{group}=NAME"
@@ -221,7 +193,8 @@ class CheckedLoader:
         for key, value in values.items():
             is_expected = key in expected and str(expected[key]) == str(value)
             is_word = key[0] == "overrides" and value in words
-            if not (is_expected or is_word or _may_set(key, str(value))):
+            is_trusted = (key, str(value)) in files.values
+            if not (is_expected or is_word or is_trusted or _may_set(key, str(value))):
                 raise InputError(_refusal(key, value))
 
     def _option(self, group: str, choice: object) -> Iterator[tuple[Key, Any]]:
@@ -238,27 +211,6 @@ def _defaults() -> Mapping[Key, Any]:
     """Hydra's own values, without any option of a group."""
     stored = ConfigStore.instance().load("hydra/config.yaml").node
     return dict(nested(OmegaConf.to_container(stored, resolve=False)))
-
-
-def _checked_defaults(path: str, node: Any) -> list[Any]:
-    """The defaults of a recipe. Raises InputError if it has other containers, or keys, than YAML for a job has."""
-    if not isinstance(node, dict):
-        raise InputError(f"{path}.yaml is a list, expected keys without dashes, such as `seed: 3`")
-    for key, value in node.items():
-        written, (first, *below), expected = f"{key}: {value}", str(key).split("."), ""
-        if key == "defaults":
-            is_right, expected = isinstance(value, list), "defaults:` with dashes below it: `- override /GROUP: NAME"
-        elif below and first in (*GROUPS, *BLOCKS):
-            is_right, expected = False, f"{key.replace('.', ': {')}: {value}{'}' * len(below)}"
-        elif "=" in key and value is None:
-            is_right, written, expected = False, key, re.sub(r"\s*=\s*", ": ", key, count=1)
-        else:
-            is_right = key not in (*GROUPS, *BLOCKS) or isinstance(value, dict) or "${" in str(value)
-            is_option = key in GROUPS and re.fullmatch(r"[\w.-]+|\[.*\]", str(value)) and "{" not in str(value)
-            expected = f"- override /{key}: {value}` below `defaults:" if is_option else f"{key}: {{KEY: VALUE}}"
-        if not is_right:
-            raise InputError(f"{path}.yaml has `{written}`, expected `{expected}`")
-    return node.get("defaults") or []
 
 
 def _key(parsed: Override) -> Key:

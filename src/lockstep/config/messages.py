@@ -11,10 +11,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lockstep.config import suggest
+from lockstep.config import extensions, suggest
 from lockstep.config.commands import key_of, override, parsed, program_name, program_words, shell_command
 from lockstep.config.options import options_of
-from lockstep.config.schema import GROUPS, MANY, Job
+from lockstep.config.schema import GROUPS, MANY, RECIPES, Job
 from lockstep.core.errors import (
     UNEXPECTED,
     InputError,
@@ -57,7 +57,7 @@ def translate(error: BaseException) -> LockstepError | None:
         if isinstance(cause, OmegaConfBaseException):
             return InputError(where + sentence(cause))
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
-        is_one = match[2] in {*GROUPS, "experiment"} - {*MANY}
+        is_one = match[2] in {*GROUPS, RECIPES} - {*MANY}
         listed = f", and where a list is expected, it is written {shell_command([f'{match[2]}=[{match[3]}]'])}"
         sweep_command = shell_command([*program_words(), "-m", match[1]])
         return InputError(
@@ -109,7 +109,7 @@ def _no_option() -> str:
     """The sentence for a group that is set to something else than names, such as `logger=null`."""
     for word in sys.argv[1:]:
         group = key_of(word)
-        if group in (*GROUPS, "experiment") and not isinstance(parsed(word), str | list):
+        if group in (*GROUPS, RECIPES) and not isinstance(parsed(word), str | list):
             names = "a list of names of its" if group in MANY else "the name of one of its"
             example = "[]" if group in MANY else next(iter(options_of(group)), "NAME")
             return f"{shown(word)}: a config group takes {names} options: {group}={example}"
@@ -131,7 +131,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     whole = path.removesuffix(".yaml")
     group, _, name = whole.rpartition("/")
     first, _, after_group = whole.partition("/")
-    if first in (*GROUPS, "experiment"):  # a name with more slashes is a recipe in a subfolder, or a path
+    if first in (*GROUPS, RECIPES):  # a name with more slashes is a recipe in a subfolder, or a path
         group, name = first, after_group
     if not group:
         return f"there is no config named {name!r}; remove --config-name for the default one"
@@ -216,6 +216,7 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 def _no_such_key(key: str, known: Iterable[str]) -> str:
     """The sentence for a `key` that does not exist, with the key of `known` that the user probably meant."""
     names = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
+    names += extensions.own_groups()
     word = next((word for word in sys.argv[1:] if "=" in word and f"{key_of(word)}.".startswith(f"{key}.")), key)
     whole = key if "." in key else key_of(word)  # of a misspelt block, Hydra names no more than the block
     value = word.partition("=")[2] if "=" in word and key_of(word) == whole else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform
 
-from lockstep.config.schema import CONF, GROUPS, MANY, Job
+from lockstep.config.schema import CONF, GROUPS, MANY, RECIPES, Job
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import config_defaults, leaves
@@ -153,6 +153,11 @@ def options_of(group: str) -> list[str]:
     return sorted({*(file.stem for file in _files(group)), *declared(group)})
 
 
+def can_be_group(name: str) -> bool:
+    """Whether a folder of a user's `conf` can be a group of the user's own: no key of a job has its name."""
+    return re.fullmatch(r"\w+", name) is not None and name not in {*vars(Job()), *GROUPS, RECIPES, "hydra"}
+
+
 def known(group: str, groups: Iterable[str]) -> str:
     """The end of a sentence about a group that does not exist: the group that was probably meant, or all groups."""
     groups = list(groups)
@@ -258,13 +263,13 @@ def differences(composed: Mapping[str, Any], choices: Mapping[str, str]) -> Iter
     options = {
         key: value for item in defaults.pop("defaults") if isinstance(item, dict) for key, value in item.items()
     }
-    for group in (*GROUPS, "experiment"):
+    for group in (*GROUPS, RECIPES):
         own = [*composed.get(group, ())] if group in MANY else choices.get(group)
         if composed and own != options[group]:
             yield group, own, options[group]
         for name in own if isinstance(own, list) else [own]:
             path: Path = CONF / group / f"{name}.yaml"
-            if group != "experiment" and re.fullmatch(r"\w+", str(name)) and path.is_file():
+            if group != RECIPES and re.fullmatch(r"\w+", str(name)) and path.is_file():
                 option = _read(path)
                 defaults[group] = {**defaults.get(group, {}), **option} if group in MANY else option
     usual = dict(leaves(defaults))

@@ -55,6 +55,8 @@ GROUPS: Mapping[str, str] = {
     "metric": "lockstep.metrics",
     "logger": "lockstep.telemetry.loggers",
 }
+RECIPES = "experiment"  # the group of the files that set keys of the job
+GLOBAL = "# @package _global_"  # the first line of such a file, for Hydra
 FIELDS = "fields"  # the roles of the fields of a group's options, in the metadata of the group
 # Groups of which a job can have any number of options: `logger=[jsonl,tensorboard]`.
 MANY = frozenset({"metric", "logger"})

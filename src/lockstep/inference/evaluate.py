@@ -13,6 +13,8 @@ from torch import Tensor
 from lockstep.config import components, composition
 from lockstep.config.commands import key_of, shell_command
 from lockstep.config.composition import ConfigFiles
+from lockstep.config.options import can_be_group
+from lockstep.config.schema import RECIPES
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
@@ -214,9 +216,9 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     has_dataset = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not has_dataset:
         raise InputError("a weights file does not say where data is; name it: dataset=folder dataset.path=FOLDER")
-    keys = ("data_root",) if has_dataset else ("data_root", "dataset", "experiment")
-    stored = read_overrides(run.overrides) if run is not None else []
-    stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
+    keys = ("data_root",) if has_dataset else ("data_root", "dataset", RECIPES)
+    stored = {word: key_of(word).partition(".")[0] for word in (read_overrides(run.overrides) if run else [])}
+    stored_data = [word for word, key in stored.items() if key in keys or (can_be_group(key) and not has_dataset)]
     with composition.composing():
         values = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())
     source: Source = components.build("dataset", values["dataset"])

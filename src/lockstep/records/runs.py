@@ -12,8 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.options import differences
+from lockstep.config.options import can_be_group, differences
 from lockstep.config.roles import TARGET, is_sample, role_of
+from lockstep.config.schema import RECIPES
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import Role, leaves
@@ -134,9 +135,10 @@ def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
     typed = dict.fromkeys(key for run in runs for key in run.typed_values if key in settings(run))
     keys = dict.fromkeys([*typed, *(key for run in runs for key in settings(run))])
     differ = [key for key in keys if len({settings(run)[key] for run in runs if key in settings(run)}) > 1]
-    recipes = "experiment" in differ and not of_recipes
-    follows = {key for key in differ if recipes or ("." in key and key.partition(".")[0] in differ)}
-    return [key for key in differ if key in typed or key == "experiment" or key not in follows]
+    recipes = [key for key in differ if key == RECIPES or can_be_group(key)]
+    from_files = bool(recipes) and not of_recipes
+    follows = {key for key in differ if from_files or ("." in key and key.partition(".")[0] in differ)}
+    return [key for key in differ if key in typed or key in recipes or key not in follows]
 
 
 def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:

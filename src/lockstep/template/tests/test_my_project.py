@@ -41,6 +41,10 @@ def test_the_experiment_learns(tmp_path: Path) -> None:
     assert train(tmp_path / "run")["objective"] > 95
 
 
+def test_a_fast_run_takes_ten_steps(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "debug=fast")["steps"] == 10
+
+
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
     exact = ("precision=fp64", "steps=4")
     one = train(tmp_path / "one", *exact)

@@ -1,0 +1,159 @@
+"""Groups of a user's own: folders of a project's `conf`, chosen on the line, in recipes and in sweeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helpers import Done, command, forked
+
+pytestmark = pytest.mark.slow
+
+GLOBAL = "# @package _global_\n"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `lockstep new mine` writes, with more files of its own group and recipes."""
+    folder = tmp_path_factory.mktemp("projects")
+    assert forked("lockstep", "new", "mine", cwd=folder).code == 0
+    conf = folder / "mine" / "mine" / "conf"
+    write(conf / "debug" / "slow.yaml", {"steps": 12, "seed": 5})
+    write(conf / "debug" / "other.yaml", {"defaults": ["slow", {"override /model": "linear"}, "_self_"], "batch": 8})
+    write(conf / "experiment" / "lists.yaml", {"defaults": ["first", {"/debug": "fast"}], "batch": 24})
+    return folder / "mine"
+
+
+def write(file: Path, values: object) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(GLOBAL + yaml.safe_dump(values))
+    return file
+
+
+def install(project: Path, site: Path) -> None:
+    """Install the package as pip does it: on the path, with its entry point in the metadata beside it."""
+    metadata = site / "mine-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "mine").symlink_to(project / "mine")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[lockstep.extensions]\nmine = mine\n")
+
+
+def train(project: Path, *words: str) -> Done:
+    return forked("train.py", *words, cwd=project)
+
+
+def config(project: Path, *words: str) -> dict[str, object]:
+    """The keys of the job that a line describes."""
+    done = train(project, *words, "--cfg", "job")
+    assert done.code == 0, done.err
+    values = yaml.safe_load(done.out)
+    return {"steps": values["steps"], "batch": values["batch"], "limit": values["dataset"].get("limit")}
+
+
+FAST = {"steps": 10, "batch": 16, "limit": 64}
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (["experiment=first"], {"steps": None, "batch": 32, "limit": None}),
+        (["experiment=first", "debug=fast"], FAST),
+        (["debug=fast", "experiment=first"], FAST),
+        (["experiment=first", "+debug=fast"], FAST),
+        (["experiment=first", "debug=slow", "debug=fast"], FAST),
+        (["experiment=first", "debug=[slow,fast]"], FAST),
+        (["experiment=first", "debug=null"], {"steps": None, "batch": 32, "limit": None}),
+        (["experiment=first", "debug=fast", "steps=3"], {**FAST, "steps": 3}),
+        (["experiment=lists"], {**FAST, "batch": 24}),
+        (["experiment=lists", "debug=slow"], {"steps": 12, "batch": 24, "limit": None}),
+        (["experiment=lists", "debug=null"], {"steps": None, "batch": 24, "limit": None}),
+        (["experiment=first", "debug=other"], {"steps": 12, "batch": 8, "limit": None}),
+    ],
+)
+def test_the_line_wins_over_its_groups_and_these_over_the_recipe(
+    project: Path, words: list[str], values: dict[str, object]
+) -> None:
+    assert config(project, *words) == values
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["debug=fsat"], "debug=fsat: there is no debug of that name. Did you mean 'fast'?"),
+        (["debug=zzz"], "debug=zzz: there is no debug of that name. It is one of fast, other, slow."),
+        (["dbug=fast"], "dbug: there is no such key in the config. Did you mean debug=fast?"),
+        (
+            ["debug=fast,slow"],
+            "debug=fast,slow names several values; `python train.py -m debug",
+        ),
+    ],
+)
+def test_a_misspelt_group_or_name_is_one_sentence(project: Path, words: list[str], sentence: str) -> None:
+    done = train(project, "experiment=first", *words)
+    assert (done.code, sentence in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("defaults", "sentence"),
+    [
+        (["first", {"debug": "fast"}], "has `- debug: fast`, expected `- /debug: fast`"),
+        (["first", {"override /debug": "fast"}], "expected `- /debug: NAME`"),
+        (["first", {"/debug": "fsat"}], "there is no debug of that name"),
+    ],
+)
+def test_a_recipe_that_lists_a_group_in_vain_is_told_how(
+    project: Path, defaults: list[object], sentence: str
+) -> None:
+    file = write(project / "mine" / "conf" / "experiment" / "wrong.yaml", {"defaults": defaults})
+    done = train(project, "experiment=wrong")
+    file.unlink()
+    assert (done.code, sentence in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(("folder", "text"), [("train", GLOBAL), ("modle", "width: 3\n"), ("hydra", GLOBAL)])
+def test_a_folder_with_the_name_of_a_key_or_without_the_first_line_is_no_group(
+    project: Path, folder: str, text: str
+) -> None:
+    file = project / "mine" / "conf" / folder / "x.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    done = train(project, "experiment=first")
+    file.unlink()
+    file.parent.rmdir()
+    assert (done.code, f"{folder!r} is not a config group" in done.err) == (2, True), done.err
+
+
+def test_a_sweep_over_a_group_runs_each_file_and_resumes_by_it(project: Path) -> None:
+    words = ["experiment=first", "debug=fast,slow,null", "epochs=1", "-m", "hydra.sweep.dir=swept"]
+    assert train(project, *words).code == 0
+    jobs = sorted((project / "swept").glob("0*-debug=*/summary.json"))
+    assert [json.loads(job.read_text())["steps"] for job in jobs] == [10, 12, 16]
+    assert "3 of 3 jobs are done" in train(project, *words).out
+    table = forked("lockstep", "compare", "swept", cwd=project).out
+    assert "dataset.limit" not in table.splitlines()[0], "values that follow from files have no column"
+
+
+def test_a_run_of_a_group_is_resumed_and_evaluated_with_its_values(project: Path) -> None:
+    assert train(project, "experiment=first", "debug=fast", "hydra.run.dir=run").code == 0
+    words = yaml.safe_load((project / "run" / ".hydra" / "overrides.yaml").read_text())
+    assert words == ["experiment=first", "debug=fast"]
+    assert train(project, "resume=run", "steps=14").code == 0
+    assert json.loads((project / "run" / "summary.json").read_text())["steps"] == 14
+    install(project, project / "site")
+    words = ("-m", "lockstep", "evaluate", "run", "dataset.limit=16")
+    done = command(sys.executable, *words, cwd=project, PYTHONPATH=str(project / "site"))
+    assert done.code == 0, done.err
+    assert "16 images" in done.out, done.out
+
+
+def test_two_runs_with_the_same_values_are_one_setting(project: Path) -> None:
+    assert train(project, "experiment=first", "debug=slow", "hydra.run.dir=named").code == 0
+    assert train(project, "experiment=first", "steps=12", "seed=5", "hydra.run.dir=typed").code == 0
+    done = forked("lockstep", "compare", "named", "typed", cwd=project)
+    assert done.code == 0, done.err
+    assert "nothing differs" in done.out, done.out
