@@ -25,8 +25,9 @@ from lockstep.core.errors import (
     StorageError,
     as_known,
 )
+from lockstep.core.figures import csv_row
 from lockstep.core.run_dir import RunDir
-from lockstep.core.table import Column, csv_row, show_table
+from lockstep.core.table import Column, show_table
 from lockstep.runtime import program
 
 

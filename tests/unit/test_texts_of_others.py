@@ -23,10 +23,11 @@ from helpers import FAKE, train_here
 from lockstep.checkpoint.weights import read_card
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped, masked
+from lockstep.core.figures import csv_row
 from lockstep.core.model_card import ModelCard
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
-from lockstep.core.table import Column, csv_row, show_rows, show_table
+from lockstep.core.table import Column, show_rows, show_table
 from lockstep.inference.export import readme
 from lockstep.report.run_page import rendered
 from lockstep.telemetry.sinks import CsvTable

@@ -1,7 +1,9 @@
-"""A run's files of figures: the lines of `metrics.jsonl` (the reference) and `gpu.jsonl`; `validation.json`."""
+"""A run's files of figures: the lines of `metrics.jsonl` (the reference) and `gpu.jsonl`; `validation.json`; CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import re
@@ -11,12 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import InputError, shown
+from lockstep.core.errors import InputError, escaped, shown
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.safe_read import MB, UnreadableFile, is_number, read_json, read_lines
 from lockstep.core.safe_write import write_atomic
-from lockstep.core.table import digits
 from lockstep.core.tags import FIGURES, GPU, PAGES
 
 Figures = Sequence[tuple[int, Mapping[str, float]]]
@@ -28,6 +29,9 @@ STARTS = tuple(DELAYS)
 TAG = re.compile(rf"(?!({'|'.join(PAGES)})/)\w[\w-]*(/[\w.-]+)+", re.ASCII)
 PREDICTIONS_LIMIT = 64 * MB  # the file of 100 classes has 0.3 MB
 BINS = 127  # of a curve of precision and recall: the most that TensorBoard reads
+# A spreadsheet computes a cell that begins like this; the last four are the wide forms of the first.
+_FORMULA = re.compile(r"[=+\-@\uff1d\uff0b\uff0d\uff20]")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 
 
 def place_of(step: int, tags: Iterable[str]) -> float:
@@ -73,6 +77,19 @@ def check_declared(group: str, name: str, names: Sequence[str]) -> None:
 def finite(scalars: Mapping[str, float]) -> dict[str, float]:
     """The scalars that have a value, for what has no other way to say that there is none."""
     return {tag: value for tag, value in scalars.items() if math.isfinite(value)}
+
+
+def digits(number: Any) -> str:
+    """A float of Python or NumPy with the digits that tell it from all others of its dtype."""
+    return str(number).removesuffix(".0")
+
+
+def csv_row(values: Sequence[object]) -> str:
+    """One line without its end, as usual; a text that a spreadsheet would compute begins with an apostrophe."""
+    cells = ["'" * bool(_FORMULA.match(cell) and not _NUMBER.fullmatch(cell)) + cell for cell in map(str, values)]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(escaped(cell, keep="") for cell in cells)
+    return text.getvalue()
 
 
 def number_or_text(value: str) -> str | float:

@@ -1,7 +1,5 @@
 """Tables for people, no wider than the terminal, in LaTeX and in Markdown; and their rows as CSV and JSON."""
 
-import csv
-import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +11,10 @@ from rich.text import Text
 
 from lockstep.core import log
 from lockstep.core.errors import escaped
+from lockstep.core.figures import csv_row
 
 GAP = "  "
 INDENT = 4  # of the second line of a row
-# A spreadsheet computes a cell that begins like this; the last four are the wide forms of the first.
-_FORMULA = re.compile(r"[=+\-@\uff1d\uff0b\uff0d\uff20]")
-_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 _FRACTION = re.compile(r"(?<![\w.])\d+\.\d+(e[+-]?\d+)?(?![\w.])")
 _ALIGNED_RIGHT = re.compile(r"([-+]?[\d.,]+(e[-+]?\d+)?)?( ?(±.*|%|[kMGT]?B))?")
 _LATEX = {**{sign: f"\\{sign}" for sign in "&%$#_{}"}, "±": r"$\pm$", "\\": r"\textbackslash{}"}
@@ -69,11 +65,6 @@ class Column:
         cell = self.cells[row]
         style = "bold" if row in self.best else "dim" if isinstance(cell, Setting) and cell.is_default else ""
         return Text(escaped(cell, keep=""), style)
-
-
-def digits(number: Any) -> str:
-    """A float of Python or NumPy with the digits that tell it from all others of its dtype."""
-    return str(number).removesuffix(".0")
 
 
 def shortened(text: str, digits: int = 3) -> str:
@@ -181,14 +172,6 @@ def _markdown(columns: Sequence[Column]) -> Iterator[str]:
     for row in range(len(columns[0].cells)):
         cells = [(markdown(column.cells[row]), row in column.best) for column in columns]
         yield f"| {' | '.join(f'**{cell}**' if best else cell for cell, best in cells)} |"
-
-
-def csv_row(values: Sequence[object]) -> str:
-    """One line without its end, as usual; a text that a spreadsheet would compute begins with an apostrophe."""
-    cells = ["'" * bool(_FORMULA.match(cell) and not _NUMBER.fullmatch(cell)) + cell for cell in map(str, values)]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="").writerow(escaped(cell, keep="") for cell in cells)
-    return text.getvalue()
 
 
 def json_lines(content: Any) -> list[str]:

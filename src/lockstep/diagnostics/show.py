@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
+from lockstep.core.figures import digits
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
-from lockstep.core.table import digits
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.transforms.device import DeviceTransforms

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError, escaped
+from lockstep.core.figures import digits
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
-from lockstep.core.table import digits, row_lines
+from lockstep.core.table import row_lines
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import THRESHOLD, Predictor, load, say_which
