@@ -20,8 +20,8 @@ from lockstep.core.named_paths import latest, pointed
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
 from lockstep.core.safe_write import write_atomic
+from lockstep.job.prepare import Preparation
 from lockstep.job.resume import decide_resume
-from lockstep.job.run_folder import Preparation
 from lockstep.launcher.inline import Inline
 from lockstep.launcher.spawn import first_failure
 from lockstep.records.ledger import Ledger
@@ -304,6 +304,6 @@ def test_a_kill_never_leaves_the_config_of_one_command_beside_the_overrides_of_a
         write_atomic(path, text)
         beside.append(run.composed.exists() and run.composed.read_text() != run.overrides.read_text())
 
-    monkeypatch.setattr("lockstep.job.run_folder.write_atomic", write)
+    monkeypatch.setattr("lockstep.job.prepare.write_atomic", write)
     Preparation.write(run, {run.config: "new", run.overrides: "new", run.composed: "new"})
     assert beside == [False] * 3

@@ -16,7 +16,7 @@ import pytest
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
-from lockstep.job.run_folder import lock_run_folder
+from lockstep.job.prepare import lock_run_folder
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import remove_empty
-from lockstep.job.run_folder import lock_run_folder
+from lockstep.job.prepare import lock_run_folder
 
 if TYPE_CHECKING:
     from lockstep.job.resume import Resume
