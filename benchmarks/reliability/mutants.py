@@ -37,8 +37,8 @@ training/train_step.py: the mean of the ranks' means, though their shards are un
 + 1 / max(1, len(shard.labels))
 training/train_step.py: a gradient is clipped while it still has the scale of float16 [trainer]
 -         state.scaler.unscale_(state.optimizer)
--         grad_norm = None
-+         grad_norm = None
+-         self.listener.reduced()
++         self.listener.reduced()
 training/train_step.py: the loss scale never changes after an overflow [trainer]
 - state.scaler.update()
 + pass

@@ -7,14 +7,16 @@ from lockstep.core import systems  # noqa: F401, I001  # first: the others need 
 from lockstep.api import Result, compose, load, main, train
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, LockstepError
-from lockstep.core.observer import Observer, RunInfo
+from lockstep.core.observer import Callback, Observer, RunInfo, TrainingRun
 
 __all__ = [
+    "Callback",
     "InputError",
     "LockstepError",
     "Observer",
     "Result",
     "RunInfo",
+    "TrainingRun",
     "compose",
     "load",
     "main",

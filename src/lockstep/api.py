@@ -14,6 +14,7 @@ from lockstep.core.launch_env import check_launched, launched_place
 from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
+    from lockstep.core.observer import Callback
     from lockstep.inference.predictor import Predictor
     from lockstep.training.experiment import Parts
 
@@ -65,7 +66,13 @@ class Result:
         )
 
 
-def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions: Sequence[str] = ()) -> Result:
+def train(
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    extensions: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
+) -> Result:
     """Train one job from a script or a notebook, and wait for its end.
 
     It works like the command line: the job may have several ranks, and `resume=RUN_FOLDER` resumes a run.
@@ -74,6 +81,8 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
         overrides: the words after `lockstep train`: `["model=resnet18", "epochs=3"]`.
         ranks: the number of processes that train together: `ranks=2` is the override `launcher.ranks=2`.
         extensions: import names of packages, which need not be installed.
+        callbacks: objects that take part in a run on one rank; the run folder does not know them, so a resume names
+            them again. On several ranks, callbacks are options: `callback=[NAME]`.
 
     Raises:
         InputError: the config, the data or the machine does not fit the job, or this process is one of several ranks.
@@ -98,6 +107,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     from lockstep.core.safe_write import absent, remove_empty, storing
     from lockstep.job.prepare import create_run
     from lockstep.job.resume import decide_resume
+    from lockstep.job.validate import named_objects
     from lockstep.job.worker import start
     from lockstep.runtime.guest import guest
 
@@ -112,7 +122,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
             lock = locked.enter_context(closing(Lock()))
             prepared, job = create_run(decide_resume(values, invocation), lock)
         with prepared as run_dir:
-            objective = start(run_dir, job)
+            objective = start(run_dir, job, named_objects(job, callbacks))
     return Result(
         folder=run_dir.path,
         objective=objective,

@@ -29,7 +29,7 @@ from lockstep.telemetry import sinks
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.profile import training_flops
 from lockstep.training.build_data import build_data, build_loader
-from lockstep.training.build_observers import build_observers
+from lockstep.training.build_observers import Observers, build_observers
 from lockstep.training.experiment import build_parts
 from lockstep.training.train_state import Progress, build_state
 from thread_ranks import ThreadRanks
@@ -148,7 +148,7 @@ def test_the_energy_of_a_job_on_several_machines_is_unknown(tmp_path: Path, monk
     one, two = (RunDir.at(tmp_path / name) for name in ("one", "two"))
 
     def end_at_once(run: RunDir, world: World) -> None:
-        build_observers(job, run, world, data, state, Progress(), StopRequest())[0].close()
+        build_observers(job, run, world, data, state, Progress(), StopRequest(), Observers())[0].close()
 
     end_at_once(one, World.solo())
     ThreadRanks(2, monkeypatch).run(lambda world: end_at_once(two, replace(world, local_rank=0, local_size=1)))

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core import log
+from lockstep.core.errors import InputError
 from lockstep.core.model import ShardedOptimizer, part_like, tensors_in
 
 Whole = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+PLAIN = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
 STATE_AND_GROUPS = frozenset({"state", "param_groups"})
 
 
@@ -48,6 +50,22 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(item, change) for item in tree)
     return tree
+
+
+def check_plain(tree: Any, place: str) -> None:
+    """Raise InputError for a state of the user's that has more than what `read_state` loads again."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            check_plain(key, f"a key of {place}")
+            check_plain(item, f"{place}[{key!r}]")
+    elif type(tree) in (list, tuple):
+        for number, item in enumerate(tree):
+            check_plain(item, f"{place}[{number}]")
+    elif type(tree) not in PLAIN:
+        raise InputError(
+            f"{place} is of type {type(tree).__name__}, expected tensors, numbers and texts, in lists, tuples and "
+            "dictionaries"
+        )
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:

@@ -109,8 +109,12 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         progress: Mapping[str, Any],
+        callbacks: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the state to host memory, after the previous write, and write it in the background. Collective."""
+        """Copy the state to host memory, after the previous write, and write it in the background. Collective.
+
+        `callbacks` are the states of the user's callbacks by name, on main.
+        """
         tensors = {files.MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
         if ema is not None:
@@ -120,6 +124,8 @@ class Checkpointer:
         tensors, state = gathered(tensors, self.whole), gathered(state, self.whole)
         if not self.writes:
             return
+        if callbacks:
+            state["callbacks"] = callbacks
         self.wait()
         self.saved_at = time.monotonic()
         tensors, state = host_copies([tensors, state])

@@ -31,9 +31,9 @@ _read: Any = functools.cache(safe_read.read_yaml)
 def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     """Declare a class as an option of a config group: `GROUP=NAME` chooses it, and its fields are the keys.
 
-    The class becomes a frozen, keyword-only dataclass, and gets what its group's protocol has a default for. A YAML
-    file `conf/GROUP/NAME.yaml` in the package can give it other defaults or a second name. docs/reference.py writes
-    one for each of Lockstep's own classes, so that listing them imports no torch.
+    The class becomes a keyword-only dataclass, frozen but for a callback, and gets what its group's protocol has a
+    default for. A YAML file `conf/GROUP/NAME.yaml` in the package can give it other defaults or a second name.
+    docs/reference.py writes one for each of Lockstep's own classes, so that listing them imports no torch.
 
     Args:
         group: the config group, such as `model`.
@@ -45,7 +45,8 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     """
 
     def declare(cls: type[T]) -> type[T]:
-        option = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=True, kw_only=True)(cls)
+        frozen = group != "callback"  # a callback counts and collects; each run has its own copy
+        option = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=frozen, kw_only=True)(cls)
         option_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         if not _is_ours(cls):  # tests check ours
             _check(option, group, option_name)

@@ -122,7 +122,7 @@ ABSENT: Mapping[str, str] = {
     "schedule.warmup steps, epochs (5ep) or a share of the run (5%)",
     "lr_step_size decay_epochs decay_milestones": "schedule=step lowers the rate at schedule.milestones=[30ep,60ep]",
     "clip_mode gradient_clip_algorithm": "gradients are clipped by their L2 norm over all parameters, "
-    "train.clip_norm",
+    "train.clip_norm, and adaptively by callback=[agc]",
     "drop drop_path drop_connect": "dropout and stochastic depth of a model of timm are model.drop_rate and "
     "model.drop_path_rate",
     "hflip vflip color_jitter scale ratio ra_magnitude": "the keys of the chosen augment say it: "
@@ -135,7 +135,7 @@ ABSENT: Mapping[str, str] = {
     "max_train_samples train_num_samples limit_train_batches overfit_batches limit_val_batches": "a first try on a "
     "part of the images is dataset.limit=0.1",
     "fast_dev_run num_sanity_val_steps": "`lockstep doctor` checks everything before a run, with a real step",
-    "callbacks plugins": "an observer of your own takes part in a run as a logger: see docs/extending.md",
+    "callbacks plugins": "a callback of your own takes part in training as callback=[NAME]: see docs/extending.md",
     "max_time": "a run is saved and stops after budget.hours",
     "enable_checkpointing save_strategy eval_strategy evaluation_strategy logging_strategy": "the intervals are "
     "checkpoint.every, train.eval_every and telemetry.interval",

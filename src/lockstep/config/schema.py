@@ -29,10 +29,10 @@ from lockstep.core.model_card import INTERPOLATIONS
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
-    from lockstep.core.observer import Logger
+    from lockstep.core.observer import Callback, Logger
     from lockstep.core.protocols import Launcher, Loss, Metric, Model, Optimizer, Precision, Schedule, Strategy, Task
 else:  # importing them would import torch; to OmegaConf, a group is Any
-    Augment = ImageLoader = Launcher = Logger = Loss = Metric = Model = Optimizer = Any
+    Augment = Callback = ImageLoader = Launcher = Logger = Loss = Metric = Model = Optimizer = Any
     Precision = Schedule = Source = Strategy = Task = Any
 
 # The folder with `config.yaml` and the options of each group.
@@ -53,13 +53,14 @@ GROUPS: Mapping[str, str] = {
     "schedule": "lockstep.optim.schedule",
     "loss": "lockstep.losses",
     "metric": "lockstep.metrics",
+    "callback": "lockstep.callbacks",
     "logger": "lockstep.telemetry.loggers",
 }
 RECIPES = "experiment"  # the group of the files that set keys of the job
 GLOBAL = "# @package _global_"  # the first line of such a file, for Hydra
 FIELDS = "fields"  # the roles of the fields of a group's options, in the metadata of the group
 # Groups of which a job can have any number of options: `logger=[jsonl,tensorboard]`.
-MANY = frozenset({"metric", "logger"})
+MANY = frozenset({"metric", "callback", "logger"})
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ class Job:
     schedule: Schedule = _group(Role.schedule)
     loss: Loss = _group()
     metric: dict[str, Metric] = _group(many=True)
+    callback: dict[str, Callback] = _group(many=True)  # what one does to a run is not known
     logger: dict[str, Logger] = _group(Role.display, many=True)
 
     @property

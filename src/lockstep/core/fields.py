@@ -52,7 +52,7 @@ class Role(StrEnum):
 
 
 class Component(Protocol):
-    """One option of a config group: a frozen dataclass with the keys as its fields."""
+    """One option of a config group: a dataclass, frozen but for a callback, with the keys as its fields."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     imports: ClassVar[tuple[str, ...]] = ()

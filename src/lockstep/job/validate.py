@@ -5,7 +5,7 @@ machine. What a job needs of processes, threads and memory is a lower bound: a j
 fit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ from lockstep.core.figures import check_figures, figures_of
 from lockstep.core.launch_env import is_launched, local_size
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import CLASSES
-from lockstep.core.observer import Logger
+from lockstep.core.observer import Callback, Logger
 from lockstep.core.protocols import Loss, Metric
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.transforms.augment import RandomResizedCrop
@@ -106,7 +106,9 @@ def check_conflicts(job: ResolvedJob) -> None:
 
 def check_task(job: ResolvedJob) -> None:
     """Reject parts that are for other targets than the task's, and figures that are not valid tags."""
-    check_figures([("task", job.task.figures), *(("logger", logger.figures) for logger in job.logger.values())])
+    callbacks = [("callback", callback.figures) for callback in job.callback.values()]
+    loggers = [("logger", logger.figures) for logger in job.logger.values()]
+    check_figures([("task", job.task.figures), *callbacks, *loggers])
     targets = job.task.targets
     parts: list[tuple[str, Loss | Metric]] = [("loss", job.loss), *(("metric", part) for part in job.metric.values())]
     for group, part in parts:
@@ -120,6 +122,35 @@ def check_task(job: ResolvedJob) -> None:
         raise InputError(
             f"train.sampling=balanced balances classes, and the targets of this task are {targets}; remove it"
         )
+
+
+def check_recorded(cuda_graph: bool, callbacks: Mapping[str, Callback]) -> None:
+    """Reject callbacks that act between the parts of a step, if it is recorded as one CUDA graph."""
+    changing = [name for name, own in callbacks.items() if type(own).after_backward is not Callback.after_backward]
+    if cuda_graph and changing:
+        raise InputError(
+            f"train.cuda_graph is true, but no replay calls after_backward of the callbacks {', '.join(changing)}; "
+            "use train.cuda_graph=false, or remove them"
+        )
+
+
+def named_objects(job: ResolvedJob, callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """The user's objects by the names of their classes. Raises InputError if the job cannot have them."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        if not isinstance(callback, Callback):
+            raise InputError(f"callbacks has an object of {name}, which is no lockstep.Callback; derive it from that")
+        if job.launcher.starts_ranks or job.launcher.submits:
+            raise InputError(
+                f"callbacks has an object of {name}, which other processes cannot have; declare its class as an "
+                'option of a package, @lockstep.option("callback"), and choose it with callback=[NAME]'
+            )
+        others = sum(type(other).__name__ == name for other in named.values())
+        named[name if not others else f"{name}{others + 1}"] = callback
+    check_recorded(job.train.cuda_graph, named)
+    check_figures([("callback", own.figures) for own in (*job.callback.values(), *named.values())])
+    return named
 
 
 def check_packages(loggers: Mapping[str, Logger]) -> None:
@@ -148,6 +179,7 @@ def check_job(job: ResolvedJob) -> None:
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
         lambda: _check_graph(job),
+        lambda: check_recorded(job.train.cuda_graph, job.callback),
         lambda: _check_recompute(job),
         lambda: _check_train_size(job),
     ]

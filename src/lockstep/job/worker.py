@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lockstep.core import log, plan
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, as_known, out_of_memory
 from lockstep.core.launch_env import ATTEMPT, Place, is_launched, launched_place, store_address
+from lockstep.core.observer import Callback
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
@@ -38,20 +39,23 @@ from lockstep.training.resolved_job import ResolvedJob, load_job
 SPARE_FILES = 512  # files that a rank may have open besides its connections
 
 
-def start(run_dir: RunDir, job: ResolvedJob) -> float | None:
-    """Run a job in its folder in all its ranks, and return its objective. Raises LockstepError if it fails."""
+def start(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callback] | None = None) -> float | None:
+    """Run a job in its folder in all its ranks, and return its objective. Raises LockstepError if it fails.
+
+    `callbacks` are objects of this process, for a job whose one rank it is.
+    """
     if job.launcher.node_range[1] > 1:
         raise InputError(
             f"launcher.nodes requests {job.launcher.node_range[1]} machines, which only the command line "
             "can do; use lockstep train, or launcher.nodes=1"
         )
     with impatient():
-        objective = job.launcher.launch(lambda path: main(path, job), run_dir)
+        objective = job.launcher.launch(lambda path: main(path, job, callbacks), run_dir)
     forgive_output()  # train.log has what is shown
     return objective
 
 
-def main(path: Path, job: ResolvedJob | None = None) -> None:
+def main(path: Path, job: ResolvedJob | None = None, callbacks: Mapping[str, Callback] | None = None) -> None:
     """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank."""
     run_dir = RunDir(path)
     errors = RankErrorFile(run_dir, launched_place().rank)
@@ -80,7 +84,7 @@ def main(path: Path, job: ResolvedJob | None = None) -> None:
             ) as joined,
         ):
             dog.local_peer_pids = joined.local_peer_pids
-            experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat)
+            experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat, callbacks=callbacks)
 
 
 class RankErrorFile:

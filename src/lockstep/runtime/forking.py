@@ -37,7 +37,7 @@ def import_for_ranks(job: Job) -> None:
     environment.own_source()
     for package in environment.PACKAGES:
         environment.version_of(package)
-    parts = (job.model, job.strategy, *job.logger.values())
+    parts = (job.model, job.strategy, *job.callback.values(), *job.logger.values())
     modules = {name for part in parts for name in part.imports}
     modules |= {"torch._dynamo"} if job.model.compile else set()
     modules |= {"sklearn.metrics"} if job.metric else set()

@@ -54,13 +54,13 @@ class Observers(Observer):
         self.lock = threading.RLock()
         self.step, self.logged = 0, dict[str, float]()
 
-    def log(self, name: str, value: float) -> None:
+    def log(self, name: str, value: float, group: str = "logger") -> None:
         """Log a figure of an observer. Raises InputError for another name, or for anything but a number."""
-        check_declared("logger", name, self.names)
+        check_declared(group, name, self.names)
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"logger: the figure {name!r} is {shown(value)}, expected a number") from None
+            raise InputError(f"{group}: the figure {name!r} is {shown(value)}, expected a number") from None
         with self.lock:
             self.logged[name] = number
 
@@ -128,12 +128,14 @@ def build_observers(
     state: TrainState,
     progress: Progress,
     stop: StopRequest,
+    observer: Observers,
 ) -> tuple[Telemetry, HardwareWatch | None]:
-    """The telemetry of this rank, and on main the watch on the hardware. Collective."""
+    """The telemetry of this rank with its `observer`, and on main the watch on the hardware. Collective."""
     plan, times = data.plan, _times(job, world, data.plan, state, progress)
     left = TimeLeft(plan, times.clock, progress.step)
     gpus = watched_gpus(state.replica, world)
-    observer = _observer(job, run_dir, world, plan, state, progress) if world.is_main else Observers()
+    if world.is_main:
+        _observe(observer, job, run_dir, world, plan, state, progress)
     loss_limit = MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes))
     if job.task.targets == VALUES:  # nothing is known of their size
         loss_limit = sys.float_info.max
@@ -189,12 +191,17 @@ def _times(job: ResolvedJob, world: World, plan: Plan, state: TrainState, progre
     return TimeSpent(model, world.device, reduces=reduces, period=plan.log_every, first=progress.step)
 
 
-def _observer(
-    job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, state: TrainState, progress: Progress
-) -> Observers:
-    """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
+def _observe(
+    observers: Observers,
+    job: ResolvedJob,
+    run_dir: RunDir,
+    world: World,
+    plan: Plan,
+    state: TrainState,
+    progress: Progress,
+) -> None:
+    """Give main's observers the loggers, the table of evaluations, and the file of predictions."""
     loggers = sorted(job.logger.values(), key=lambda logger: not logger.figures)
-    observers = Observers(names=[*figures_of(*loggers)])
     evaluated = tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0))
     tags = [*evaluated, *figures_of(job.task), *observers.names]
     run = RunInfo(
@@ -213,8 +220,7 @@ def _observer(
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
     table = sinks.CsvTable(run_dir.table, plan, progress.after, latest, tags)
-    observers.observers = (*own, table, sinks.PredictionsFile(run_dir.validation), *listening)
-    return observers
+    observers.observers = (*observers.observers, *own, table, sinks.PredictionsFile(run_dir.validation), *listening)
 
 
 def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> Samples | None:

@@ -1,21 +1,29 @@
 """The composition root: builds the parts of a run in order, each from the parts above it, alike on every rank."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.reading import LoadedCheckpoint
 from lockstep.checkpoint.writing import Checkpointer
+from lockstep.config import components
 from lockstep.config.commands import resume_command
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
+from lockstep.core.figures import figures_of
 from lockstep.core.log import close_all
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import ModelCard
 from lockstep.core.monitor import Monitor
+from lockstep.core.observer import Callback, TrainingRun
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
@@ -25,15 +33,20 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.scores import Scores
 from lockstep.stochastic.convert import ForwardDraws
 from lockstep.telemetry.hardware_watch import HardwareWatch
+from lockstep.telemetry.meter import Telemetry
 from lockstep.training import train_state
 from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
-from lockstep.training.build_observers import build_observers
+from lockstep.training.build_observers import Observers, build_observers
 from lockstep.training.patience import Patience
 from lockstep.training.predictions import collected
-from lockstep.training.resolved_job import ResolvedJob, card_of, named, step_settings
+from lockstep.training.resolved_job import ResolvedJob, card_of, described, named, step_settings
 from lockstep.training.run_record import RunRecord
+from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.train_step import StepListener, TrainStep
 from lockstep.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lockstep.training.moments import Moments
 
 
 def run(
@@ -43,14 +56,17 @@ def run(
     *,
     stop: StopRequest | None = None,
     heartbeat: Callable[[], None] = lambda: None,
+    callbacks: Mapping[str, Callback] | None = None,
 ) -> None:
     """Train or resume a resolved job in its folder as one rank of `world`, to its end or until `stop` is requested.
 
-    `heartbeat` is called while the job advances. Raises InputError: the data, the model or the checkpoint do not fit;
+    `heartbeat` is called while the job advances. `callbacks` are objects of the user's, by name, besides those of the
+    job, of which each run has copies. Raises InputError: the data, the model or the checkpoint do not fit;
     Stopped: the job was asked to stop, and is saved; NumericalError: a loss is not finite.
     """
     stop = stop or StopRequest()
     record = RunRecord(run_dir, world)
+    callbacks = {**copy.deepcopy(job.callback), **(callbacks or {})}
     configure_torch(job, world)
 
     job, data = build_data(job, world)
@@ -61,13 +77,14 @@ def run(
     state, loaded = train_state.build_and_load_state(job, run_dir, world, data.plan, images)
     train_state.compile_model(state.model, job, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data, card)
-    progress, origin = train_state.restore(job, data.plan, state, checkpointer, loaded)
+    progress, origin = train_state.restore(job, data.plan, state, checkpointer, loaded, described(callbacks))
     checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, state, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
-    record.write_start(job, data.plan, progress)
-    telemetry, watch = build_observers(job, run_dir, world, data, state, progress, stop)
+    record.write_start(job, data.plan, progress, callbacks)
+    observer = own_observers(job, callbacks, world)
+    telemetry, watch = build_observers(job, run_dir, world, data, state, progress, stop, observer)
     checkpointer.on_saved = telemetry.observer.saved
     step = step_class(job, world)(
         world=world,
@@ -91,12 +108,52 @@ def run(
         heartbeat=heartbeat,
         cuts_steps=data.plan.micro_batches > 1 or train_state.interrupts_compiling(job, world),
         progress=progress,
+        moments=build_moments(job, run_dir, world, telemetry, state, progress, loaded) if callbacks else None,
         monitor=Monitor.parse(job.monitor),
         patience=Patience(limit=job.train.patience, min_delta=job.train.min_delta),
         eval_views=job.train.eval_views,
     )
     hardware = train(trainer, watch, explaining(job, run_dir, world, trainer, record))
     record.complete(job, trainer, hardware, skipped=trainer.count_skipped())
+
+
+def own_observers(job: ResolvedJob, callbacks: Mapping[str, Callback], world: World) -> Observers:
+    """The callbacks of this rank. They come before other observers, which write what they log."""
+    names = [*figures_of(*job.logger.values(), *callbacks.values())]
+    if not callbacks:
+        return Observers(names=names)
+    from lockstep.training.moments import Callbacks  # few jobs have any
+
+    own = {name: callback for name, callback in callbacks.items() if world.is_main or callback.every_rank}
+    return Callbacks(own, names=names)
+
+
+def build_moments(
+    job: ResolvedJob,
+    run_dir: RunDir,
+    world: World,
+    telemetry: Telemetry,
+    state: TrainState,
+    progress: Progress,
+    loaded: LoadedCheckpoint | None,
+) -> Moments:
+    """What calls the callbacks of this rank, with their states in the checkpoint that is resumed."""
+    from lockstep.training.moments import Callbacks, Moments  # few jobs have any
+
+    callbacks = telemetry.observer
+    assert isinstance(callbacks, Callbacks)
+    run = TrainingRun(
+        folder=run_dir.path,
+        config=components.plain(job),
+        plan=telemetry.plan,
+        world=world,
+        model=state.model,
+        optimizer=state.optimizer,
+        log=partial(callbacks.log, group="callback"),
+        step=progress.step,
+    )
+    saved = {} if loaded is None else loaded.state.get("callbacks", {})
+    return Moments(callbacks=callbacks, run=run, progress=progress, saved=saved)
 
 
 def build_checkpointer(

@@ -22,6 +22,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import LONGEST, PATH, Component, Role, default_of, is_timed, rule_of
 from lockstep.core.model_card import CROP, ModelCard
+from lockstep.core.observer import Callback
 from lockstep.core.plan import Averaging, Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
@@ -85,6 +86,14 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
         if field.name not in leave_out and getattr(component, field.name) != default_of(field)
     ]
     return f"{type(component).__name__}({', '.join(shown)})"
+
+
+def described(callbacks: Mapping[str, Callback]) -> dict[str, str]:
+    """What each callback is, by its name: with the values of an option, or the class of an object of the user's."""
+    return {
+        name: describe(callback) if is_dataclass(callback) else type(callback).__qualname__
+        for name, callback in callbacks.items()
+    }
 
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:

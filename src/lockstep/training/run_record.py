@@ -20,6 +20,7 @@ from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
 from lockstep.core.figures import figures_of
 from lockstep.core.monitor import Monitor, directions_of
+from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run, candidates
 from lockstep.core.run_dir import RunDir
@@ -75,7 +76,9 @@ class RunRecord:
             )
         return notes
 
-    def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress) -> None:
+    def write_start(
+        self, job: ResolvedJob, plan: Plan, progress: Progress, callbacks: Mapping[str, Callback]
+    ) -> None:
         """Write a run's config and environment, and mark it as begun."""
         if not self.world.is_main:
             return
@@ -90,7 +93,10 @@ class RunRecord:
             run=earlier.id or secrets.token_hex(8),
             monitor=job.monitor,
             directions=directions_of(
-                Monitor.parse(job.monitor), job.task.counted, job.metric, figures_of(job.task, *job.logger.values())
+                Monitor.parse(job.monitor),
+                job.task.counted,
+                job.metric,
+                figures_of(job.task, *job.logger.values(), *callbacks.values()),
             ),
             started=self.started,
             step=progress.step,

@@ -92,6 +92,8 @@ class Progress:
         figures: the figures of the evaluation after the present step, by name; empty if there was none.
         window: the counts since the last log point, of the step that was saved last.
         decisions: what the plan has decided.
+        callbacks: what each callback is, by its name.
+        stopped: why one of them has ended the run; empty if none has.
     """
 
     step: int = 0
@@ -102,6 +104,8 @@ class Progress:
     best_figures: dict[str, float] = field(default_factory=dict)
     window: WindowState | None = None
     decisions: Decisions = field(default_factory=dict)
+    callbacks: Mapping[str, str] = field(default_factory=dict)
+    stopped: str = ""
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Self:
@@ -205,15 +209,22 @@ def build_and_load_state(
 
 
 def restore(
-    job: ResolvedJob, plan: Plan, state: TrainState, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
+    job: ResolvedJob,
+    plan: Plan,
+    state: TrainState,
+    checkpointer: Checkpointer,
+    loaded: LoadedCheckpoint | None,
+    callbacks: Mapping[str, str],
 ) -> tuple[Progress, str]:
     """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start.
 
-    A mean of weights and the scores are as they would be if the run had had this plan from its start.
+    A mean of weights and the scores are as they would be if the run had had this plan from its start. A run that a
+    callback has ended goes on with other `callbacks`, which may have other values.
     """
     decided = decisions(job, plan)
     if loaded is None:
-        return Progress(decisions=decided), f"weights of {job.init_from}" if job.init_from else ""
+        origin = f"weights of {job.init_from}" if job.init_from else ""
+        return Progress(decisions=decided, callbacks=callbacks), origin
     check_fingerprint(checkpointer.fingerprint, loaded.path)
     progress = reading.restore(
         loaded,
@@ -230,9 +241,25 @@ def restore(
         ema.n_averaged.zero_()
         if steps:
             ema.update_parameters(state.model)
-    # An earlier plan has evaluated its last step, too.
-    progress |= {"decisions": decided, "scores": [item for item in progress["scores"] if plan.due("eval", item[0])]}
+    before_callbacks = progress.get("callbacks", {})  # none of an earlier version
+    note_callbacks(before_callbacks, callbacks)
+    stopped = progress.get("stopped", "") if before_callbacks == callbacks else ""
+    # An earlier plan has evaluated its last step, too, and so has a callback that has ended the run.
+    ended_at = step if stopped else None
+    scores = [item for item in progress["scores"] if plan.due("eval", item[0]) or item[0] == ended_at]
+    progress |= {"decisions": decided, "callbacks": callbacks, "stopped": stopped, "scores": scores}
     return Progress.saved(progress), str(relative(loaded.path))
+
+
+def note_callbacks(saved: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Say which callbacks a resumed run begins anew, and which it no longer has."""
+    new, dropped = (
+        ", ".join(name for name in one if name not in other) for one, other in ((here, saved), (saved, here))
+    )
+    if new or dropped:
+        starts = f"the checkpoint has no state of the callbacks {new}, which start fresh" if new else ""
+        drops = f"the run no longer has the callbacks {dropped}, whose state is dropped" if dropped else ""
+        log.note(f"resume: {'; '.join(filter(None, (starts, drops)))}")
 
 
 def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> MaskedLoss:

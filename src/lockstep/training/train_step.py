@@ -36,7 +36,7 @@ class StepListener:
 
     Fields:
         record: called after a forward pass, with its summed loss, its logits, its examples and their images.
-        reduced: called when the gradients of all ranks are added up.
+        reduced: called when the gradients of all ranks are added up and unscaled.
         between: called between two micro-batches; it may raise.
         log: called with the name of a figure of the task, and its value for each example, zero for broken images.
     """
@@ -117,8 +117,8 @@ class TrainStep:
             between=self.listener.between,
         )
         self.strategy.reduce(state.replica)
-        self.listener.reduced()
         state.scaler.unscale_(state.optimizer)
+        self.listener.reduced()
         grad_norm = None
         if measures_norm or self.clip_norm is not None:
             grad_norm = self.strategy.gradient_norm(self.parameters)

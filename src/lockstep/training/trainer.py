@@ -1,10 +1,12 @@
 """The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +31,16 @@ from lockstep.training.patience import Patience
 from lockstep.training.train_state import Progress
 from lockstep.training.train_step import StepListener, TrainStep
 
+if TYPE_CHECKING:
+    from lockstep.training.moments import Moments
+
 
 @dataclass(kw_only=True)
 class Trainer:
     """Trains a network by a plan.
 
     All ranks act on a stop at the same place: between two steps, micro-batches or evaluation blocks. `cuts_steps`
-    says whether that may be within a step, which is then undone.
+    says whether that may be within a step, which is then undone. `moments` calls the callbacks, if there are any.
     """
 
     step: TrainStep
@@ -53,15 +58,17 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     monitor: Monitor = field(default_factory=Monitor)
     patience: Patience = field(default_factory=Patience)
+    moments: Moments | None = None
     raw_score: float | None = field(init=False, default=None)  # of the last evaluation, without averaged weights
     tested: Mapping[str, float] = field(init=False, default_factory=dict)  # the figures of the test split
 
     def __post_init__(self) -> None:
         self.world, self.plan, self.state = self.step.world, self.step.plan, self.step.state
         telemetry, between = self.telemetry, self.between_micro_batches
-        self.step.listener = StepListener(
+        listener = StepListener(
             record=telemetry.record, reduced=telemetry.reduced, between=between, log=telemetry.log
         )
+        self.step.listener = listener if self.moments is None else self.moments.listening(listener)
         self.consensus = agreement.StopConsensus(self.world)
         gains = ((step, self.monitor.gain(score)) for step, score in self.progress.scores)
         self.step.scores[:] = [(step, gain) for step, gain in gains if gain is not None]
@@ -72,34 +79,54 @@ class Trainer:
         Raises Stopped: a rank was asked to stop, and the state is saved; NumericalError: a loss is not finite.
         """
         try:
+            if self.moments is not None:
+                self.moments.start()
             self.make_up_evaluation()
-            if self.ended_early:  # a run that has ended was resumed
-                return self.progress
-            groups = self.loader.train(after=self.progress.step)
-            for shard in self.telemetry.watch(groups, self.transforms.train):
-                scalars = self.step_or_undo(shard) if self.cuts_steps else self.step(shard)
-                step = self.progress.step = shard.step
-                self.stop.step_done()
-                self.heartbeat()
-                if scalars:
-                    self.log(step, scalars)
-                improved = ends_rung = ends = False
-                if self.plan.due("eval", step):
-                    improved, ends_rung = self.evaluate(step), self.ends_rung(step)
-                    ends = bool(self.ended_early)
-                stop, overdue = self.consensus.agree(
-                    self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
-                )
-                if (stop or ends_rung) and step < self.plan.total_steps:
-                    raise StopNow
-                if improved or overdue or ends or self.plan.due("save", step):
-                    self.save()
-                if ends:
-                    break
+            if not self.ended_early:  # else a run that has ended was resumed
+                self.take_steps()
         except StopNow as request:
             self.leave(request, saves=True)
         self.consensus.close()
+        if self.moments is not None:
+            self.moments.end()
         return self.progress
+
+    def take_steps(self) -> None:
+        """Take the steps that are left. Raises StopNow: on every rank, if one was asked to stop."""
+        take = self.step_or_undo if self.cuts_steps else self.step
+        take = take if self.moments is None else partial(self.moments.step, take)
+        groups = self.loader.train(after=self.progress.step)
+        for shard in self.telemetry.watch(groups, self.transforms.train):
+            scalars = take(shard)
+            step = self.progress.step = shard.step
+            self.stop.step_done()
+            self.heartbeat()
+            if scalars:
+                self.log(step, scalars)
+            improved = ends_rung = ends = False
+            if self.plan.due("eval", step):
+                improved, ends_rung = self.evaluate(step), self.ends_rung(step)
+                ends = bool(self.ended_early)
+            if self.moments is not None:
+                improved = self.end_by_callback(step) or improved
+                ends = bool(self.ended_early)
+            stop, overdue = self.consensus.agree(
+                self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
+            )
+            if (stop or ends_rung) and step < self.plan.total_steps:
+                raise StopNow
+            if improved or overdue or ends or self.plan.due("save", step):
+                self.save()
+            if ends:
+                break
+
+    def end_by_callback(self, step: int) -> bool:
+        """End the epoch for callbacks, and evaluate a run that one has ended; whether it is the best so far."""
+        assert self.moments is not None
+        self.moments.epoch_end()
+        if not self.progress.stopped:
+            return False
+        return self.settle() if self.progress.is_evaluated else self.evaluate(step)
 
     def ends_rung(self, step: int) -> bool:
         """Whether the job has finished its round of successive halving. Ranks of other machines do not know."""
@@ -133,23 +160,27 @@ class Trainer:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("evaluation"):
-            averaged = self.state.averaged
-            observers = (self.scores, self.predictions)
-            raw = figures = self._evaluate(self.state.model, self.loader, observers if averaged is None else ())
-            scalars = tagged(raw)
-            if averaged is not None:
-                self._renew_statistics(step)
-                figures = self._evaluate(averaged, self.loader, observers)
-                scalars |= tagged(figures, averaged=True)
-            further = self.world.broadcast(self.scores.compute())
-            scalars |= tagged(further)
-            figures = {**figures, **further}
-            self.raw_score = raw.get(self.monitor.name)
+            measure = partial(self.measure, step)
+            figures, scalars = measure() if self.moments is None else self.moments.evaluation(measure)
             improved = self.judge(figures)
             self.telemetry.evaluated(step, scalars, best=improved)
             if improved:
                 self.predictions.finish(step)
         return improved
+
+    def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """The figures of an evaluation by name, of the average where there is one; and all of them by tag."""
+        averaged = self.state.averaged
+        observers = (self.scores, self.predictions)
+        raw = figures = self._evaluate(self.state.model, self.loader, observers if averaged is None else ())
+        scalars = tagged(raw)
+        if averaged is not None:
+            self._renew_statistics(step)
+            figures = self._evaluate(averaged, self.loader, observers)
+            scalars |= tagged(figures, averaged=True)
+        further = self.world.broadcast(self.scores.compute())
+        self.raw_score = raw.get(self.monitor.name)
+        return {**figures, **further}, scalars | tagged(further)
 
     def judge(self, figures: Mapping[str, float]) -> bool:
         """Note the figures of an evaluation; whether the monitored one is better than all before."""
@@ -159,16 +190,24 @@ class Trainer:
             self.telemetry.display.warn(f"{self.monitor.name} has no value after step {progress.step}: no best yet")
         improved = gain is not None and (best is None or gain > best)
         progress.evaluated(None if gain is None else value, figures, better=improved)
-        if progress.best is None and (progress.step == self.plan.total_steps or self.ended_early):
-            improved = True  # a run that ends has weights, also if no evaluation had a score
-            progress.best_step, progress.best_figures = progress.step, progress.figures
+        if progress.step == self.plan.total_steps or self.ended_early:
+            improved = self.settle() or improved
         if gain is not None:
             self.step.scores.append((progress.step, gain))
         return improved
 
+    def settle(self) -> bool:
+        """Take the present weights of a run that ends, if no evaluation had a score; whether it was so."""
+        progress = self.progress
+        if progress.best is None:
+            progress.best_step, progress.best_figures = progress.step, progress.figures
+        return progress.best is None
+
     @property
     def ended_early(self) -> str:
         """Why the run ends before its last step, in a sentence; empty if it continues."""
+        if self.progress.stopped:
+            return f"a callback ends the run: {self.progress.stopped}"
         return self.patience.ended(self.progress.scores, self.monitor, self.plan)
 
     def _evaluate(
@@ -239,10 +278,12 @@ class Trainer:
 
     def make_up_evaluation(self) -> None:
         """Evaluate the step that a run resumes from, if a stop interrupted its evaluation."""
-        step = self.progress.step
-        if step and not self.progress.is_evaluated and self.plan.due("eval", step):
+        step, due = self.progress.step, self.plan.due("eval", self.progress.step)
+        if step and not self.progress.is_evaluated and (due or self.progress.stopped):
             self.step.set_learning_rate(step)  # the learning rates are saved too
             self.evaluate(step)
+            if due and self.moments is not None:  # one that a callback has asked for comes behind the epoch's end
+                self.end_by_callback(step)
             self.save()
 
     def between_blocks(self, done: int, blocks: int) -> None:
@@ -310,5 +351,6 @@ class Trainer:
                 optimizer=self.state.optimizer,
                 scaler=self.state.scaler,
                 progress={**vars(self.progress), "scores": [*self.progress.scores]},  # it is written while these grow
+                callbacks=None if self.moments is None else self.moments.callbacks.state_dict(),
             )
         self.heartbeat()
