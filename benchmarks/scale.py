@@ -38,7 +38,7 @@ from lockstep.job import worker
 from lockstep.launcher.processes import POLL_S
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.meter import Telemetry
-from lockstep.telemetry.time_spent import STEPS, TimeSpent
+from lockstep.telemetry.time_spent import JUDGED_STEPS, TimeSpent
 from lockstep.training.agreement import StopConsensus, checksums, compare_weights
 from measure import Figures, Rows, in_turns, parser, report, timed
 
@@ -112,7 +112,7 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         step += LOG_EVERY
         (tally,) = telemetry.tallies
         tally.steps, tally.counts, tally.losses = [step], [PER_RANK], torch.zeros(1, dtype=torch.float64)
-        for _ in range(STEPS):
+        for _ in range(JUDGED_STEPS):
             telemetry.stragglers.next_step()
 
         def write() -> None:

@@ -40,7 +40,7 @@ COMMON = (
 # Seconds that a fork waits for a reader, a rank, its main thread or one more machine before it goes on without, and
 # that `doctor` spends on other settings. No test of a command needs the usual ones.
 SHORTER = {
-    "lockstep.core.terminal:WAIT_S": 0.5,
+    "lockstep.core.terminal:READER_WAIT_S": 0.5,
     "lockstep.launcher.spawn:RANKS_GRACE_S": 2.0,
     "lockstep.runtime.watchdog:GRACE_S": 1.0,
     "lockstep.runtime.program:GRACE_S": 1.0,

@@ -150,7 +150,7 @@ def test_every_kind_of_data_set_tells_an_image_that_is_in_both_splits(
 
 
 def test_without_time_it_says_how_many_images_it_has_looked_at(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "CHUNK", 1)
+    monkeypatch.setattr(inspection, "INSPECTION_CHUNK", 1)
     monkeypatch.setattr(inspection, "cores", lambda: 1)
     ticks = iter(range(100))
     monkeypatch.setattr(inspection.time, "monotonic", lambda: next(ticks))

@@ -57,14 +57,14 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     job = (f"output_root={tmp_path}", "telemetry.interval=1")
     climb(*job, scripts=[script], only="ddp,ddp-torchrun,mine")
     out = capsys.readouterr().out
-    (folder,) = (tmp_path / module.FOLDER).iterdir()
+    (folder,) = (tmp_path / module.LADDERS).iterdir()
     records = Ledger(folder).records()
     assert [record.state for record in records] == [State.done] * 4
     assert "  DDP                   strategy=ddp launcher=spawn launcher.ranks=2\n" in out
     rows = [line.split() for line in out[out.index("\nrung ") + 1 :].splitlines()]
     assert (rows[1][:2], rows[1][-2:]) == (["one", "device"], ["same", "0"])
     assert (rows[4][:2], rows[4][-2:]) == (["mine", "120"], ["12.50", "5"])
-    assert (folder / module.PICTURE).read_bytes().startswith(b"<?xml")
+    assert (folder / module.LADDER_PICTURE).read_bytes().startswith(b"<?xml")
     assert RunDir(folder / records[2].folder).environment.is_file()
 
     # A rung that was killed is measured from its start; what is done stays as it is.
@@ -199,7 +199,7 @@ def test_a_ladder_that_is_stopped_or_refused_leaves_a_true_ledger(
     monkeypatch.setattr(module, "running", stopped)
     with pytest.raises(Stopped, match="rerun the command to resume"):
         climb(*job, scripts=[script], only="mine")
-    (folder,) = (tmp_path / module.FOLDER).iterdir()
+    (folder,) = (tmp_path / module.LADDERS).iterdir()
     assert [record.state for record in Ledger(folder).records()] == [State.stopped, State.waiting]
     assert "--repeat=1" in Ledger(folder).identity().words
 

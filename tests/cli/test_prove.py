@@ -16,7 +16,7 @@ import torch
 from helpers import command, forks, result, running_fork
 from lockstep.core.errors import InputError, NumericalError
 from lockstep.diagnostics import prove
-from lockstep.diagnostics.prove import COMMON, Case, RunResult, cases, compare, for_strategy, texts
+from lockstep.diagnostics.prove import PROOF_OVERRIDES, Case, RunResult, cases, compare, for_strategy, texts
 from lockstep.runtime.signals import StopNow
 from lockstep.strategy.base import Auto, Single
 from lockstep.strategy.ddp import DDP, AllReduce
@@ -200,7 +200,7 @@ def test_the_keys_of_the_users_strategy_are_for_its_own_runs() -> None:
 
 
 def test_the_users_config_is_run_as_it_is() -> None:
-    changed = {override.partition("=")[0] for override in COMMON}
+    changed = {override.partition("=")[0] for override in PROOF_OVERRIDES}
     for case in cases([2, 3, 4], micro_batches=3):
         changed |= {override.partition("=")[0] for override in case.overrides}
     assert not any(key.startswith(("model", "augment", "optimizer", "dataset", "batch")) for key in changed)

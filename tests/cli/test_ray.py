@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers import losses, train_here
-from hydra_plugins.lockstep.ray_launcher import CONFIG, RayLauncher
+from hydra_plugins.lockstep.ray_launcher import RAY_CONFIG, RayLauncher
 from lockstep.core.errors import InputError
 from lockstep.records.ledger import Ledger
 from processes import PATIENCE, background, close, ended, processes, wait_for
@@ -97,7 +97,7 @@ def test_a_stopped_line_goes_on_and_the_job_of_a_lost_node_goes_on_elsewhere(tmp
 
 
 def launcher(**settings: Any) -> RayLauncher:
-    return RayLauncher(**{key: value for key, value in {**CONFIG, **settings}.items() if key != "_target_"})
+    return RayLauncher(**{key: value for key, value in {**RAY_CONFIG, **settings}.items() if key != "_target_"})
 
 
 def test_without_ray_the_sentence_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

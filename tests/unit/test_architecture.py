@@ -392,6 +392,15 @@ def test_no_two_classes_share_a_name() -> None:
     assert shared & {*no_options} == SHARES_NAME.keys()
 
 
+def test_no_two_constants_of_modules_share_a_name() -> None:
+    """Type variables and the private constants of a module may."""
+    statements = [node for path in sources(PACKAGE, PLUGINS) for node in parsed(path).body]
+    assigned = [node for node in statements if isinstance(node, ast.Assign | ast.AnnAssign)]
+    values = [node for node in assigned if "TypeVar(" not in ast.unparse(node)]
+    targets = [target for node in values for target in getattr(node, "targets", None) or [vars(node)["target"]]]
+    assert not twice(name for target in targets for name, _ in names_bound(target) if not name.startswith("_"))
+
+
 def test_no_line_is_broken_where_there_is_no_terminal() -> None:
     """Rich breaks what it prints at 80 columns without one, so only `core.log` prints a table."""
     prints = [

@@ -22,7 +22,7 @@ from torch import nn
 from helpers import decoded
 from lockstep.checkpoint.weights import load_start
 from lockstep.core.errors import BrokenImage, InputError, LockstepError
-from lockstep.core.safe_read import LARGEST
+from lockstep.core.safe_read import MOST_BYTES
 from lockstep.data.datasets import CSV, MNIST, WebDataset
 from lockstep.data.datasets.builtin import read_idx
 from lockstep.data.datasets.decode import ImageFile
@@ -222,7 +222,7 @@ def test_an_image_cannot_become_more_than_the_limit(name: str) -> None:
     stored_image(bytes(make_plain(channels)), (channels, 8, 8))  # imports the decoders
     content = make()
     assert len(content) < 25e6
-    with at_most(LARGEST // 2), pytest.raises(InputError, match=says):
+    with at_most(MOST_BYTES // 2), pytest.raises(InputError, match=says):
         stored_image(content, (channels, 8, 8))
 
 
@@ -321,7 +321,7 @@ FILES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]]
 def test_a_file_cannot_become_more_than_the_limit(tmp_path: Path, name: str) -> None:
     make, read, says = FILES[name]
     make(tmp_path)
-    with at_most(LARGEST // 2), pytest.raises(InputError, match=says):
+    with at_most(MOST_BYTES // 2), pytest.raises(InputError, match=says):
         read(tmp_path)
 
 

@@ -58,7 +58,7 @@ def exported(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch, 
     """Export a model in a format whose logits are the model's and a fault; returns how far they differ."""
     logits = lambda images: predictor.logits(images).clamp(max=LARGEST) + fault  # noqa: E731
     form = exporting.Format(".file", lambda *arguments: arguments[-1].touch(), lambda _: logits)
-    monkeypatch.setitem(exporting.FORMATS, "faulty", form)
+    monkeypatch.setitem(exporting.EXPORT_FORMATS, "faulty", form)
     return exporting.write_export(predictor, IMAGES, path / "model.file", kind="faulty", floats=False)
 
 
@@ -97,7 +97,7 @@ def stub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `--format torch` write an empty file, which has the logits of the weights in `model`."""
     predictor = load(model, device="cpu", precision=FP32())
     form = exporting.Format(".pt2", lambda *arguments: arguments[-1].touch(), lambda _: predictor.logits)
-    monkeypatch.setitem(exporting.FORMATS, "torch", form)
+    monkeypatch.setitem(exporting.EXPORT_FORMATS, "torch", form)
 
 
 def test_without_its_images_a_model_is_compared_on_random_ones(

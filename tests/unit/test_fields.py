@@ -15,7 +15,7 @@ from lockstep.config.options import classes_of
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
-from lockstep.core.fields import PATH, TEXT, TIME, Number, problems
+from lockstep.core.fields import PATH, TEXT, TIME_CHECK, Number, problems
 from lockstep.core.plan import seconds, steps
 from lockstep.optim import AdamW
 from lockstep.optim.schedule import Constant
@@ -66,7 +66,7 @@ def outside(rule: Any) -> list[Any]:
     if rule.short.startswith("a duration"):
         zero = [] if rule.fits(0) else [0, "0ep", "0%"]
         return [*zero, -1, "-1ep", "9" * 400, "9" * 400 + "ep", "101%", "nan", "inf", "", 10**10, "1e3", math.nan]
-    if rule is TIME:
+    if rule is TIME_CHECK:
         return ["0s", "-1s", "nan", "inf", "501h", "9" * 400 + "min", ""]
     if rule.short == "a mapping":
         texts = [{"a": f"a{character}b"} for character in HOSTILE] + [{character: 1} for character in HOSTILE]
@@ -114,7 +114,7 @@ def test_durations_and_times_are_read_as_they_are_checked() -> None:
     for value in outside(warmup):
         with pytest.raises(InputError, match=r"^schedule\.warmup is .{1,80}, expected steps"):
             steps("schedule.warmup", value, steps_per_epoch=10**9, total_steps=10**18)
-    for value in outside(TIME):
+    for value in outside(TIME_CHECK):
         with pytest.raises(InputError, match=r"^launcher\.timeout is .{1,80}, expected a time"):
             seconds("launcher.timeout", value)
     assert steps("key", "1000000000ep", steps_per_epoch=10**9, total_steps=1) == 10**18

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers import train_here
-from lockstep.telemetry.profile import STEPS, peak_flops, training_flops
+from lockstep.telemetry.profile import PROFILED_STEPS, peak_flops, training_flops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -90,7 +90,7 @@ def test_a_profile_is_a_trace_and_a_table_and_changes_no_bit(tmp_path: Path) -> 
     folder = profiled.logs / "profile"
     with gzip.open(folder / "trace.json.gz", "rt") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
-    assert names.count("aten::addmm") == STEPS
+    assert names.count("aten::addmm") == PROFILED_STEPS
     assert "aten::addmm" in (folder / "operators.txt").read_text()
     assert profiled.weights.read_bytes() == plain.weights.read_bytes()
     assert not (plain.logs / "profile").exists()

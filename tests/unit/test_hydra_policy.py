@@ -128,7 +128,7 @@ def plain(config: DictConfig) -> Any:
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
     node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
-    free = {*hydra_policy.FREE, *hydra_policy.FOLDERS}
+    free = {*hydra_policy.FREE, *hydra_policy.FOLDER_KEYS}
     assert {key: value for key, value in nested(node) if not {key, key[:1]} & free} == hydra_policy.OURS
 
 
@@ -151,7 +151,7 @@ def sent(folder: Path, content: dict[str, Any], *words: str) -> Any:
     return composed(f"hydra.searchpath=[{folder}]", "experiment=sent", *words)
 
 
-FOLDERS = [".".join(key) for key in hydra_policy.FOLDERS]
+FOLDERS = [".".join(key) for key in hydra_policy.FOLDER_KEYS]
 
 
 OUTSIDE = ("../x", "/x", "${name}", "a/${hydra.job.name}", "${now:..}/x", ".${now:.}/x")

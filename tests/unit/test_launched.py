@@ -254,13 +254,13 @@ def test_no_answer_of_a_former_main_is_taken(monkeypatch: pytest.MonkeyPatch, tm
     variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     set_environment(monkeypatch, RANK="1", WORLD_SIZE="2", TORCHELASTIC_RESTART_COUNT=restarts, **variables)
     # What the ranks of an earlier start have left in the store of the agent, which was called as this one.
-    earlier = {attach.NAME.format(1): "gone", attach.INVITED.format("gone"): restarts}
+    earlier = {attach.NAME_KEY.format(1): "gone", attach.INVITED_KEY.format("gone"): restarts}
     for key, value in (earlier | {f"lockstep/run_dir/{restarts}": f"ok {tmp_path}"}).items():
         store.set(key, value)
 
     def join(attempt: str, answer: str) -> Path:
         """What the rank gets from a main that invites it to an attempt, and answers."""
-        store.set(attach.NAME.format(1), "gone")
+        store.set(attach.NAME_KEY.format(1), "gone")
         main = attach.in_thread(lambda: invite(attempt))
         store.set(f"lockstep/run_dir/{attempt}", answer)
         try:
@@ -270,8 +270,8 @@ def test_no_answer_of_a_former_main_is_taken(monkeypatch: pytest.MonkeyPatch, tm
             main.result(timeout=30)
 
     def invite(attempt: str) -> None:
-        assert attach.wait(lambda: store.get(attach.NAME.format(1)) != b"gone", 30)
-        store.set(attach.INVITED.format(store.get(attach.NAME.format(1)).decode()), attempt)
+        assert attach.wait(lambda: store.get(attach.NAME_KEY.format(1)) != b"gone", 30)
+        store.set(attach.INVITED_KEY.format(store.get(attach.NAME_KEY.format(1)).decode()), attempt)
 
     RunDir.at(tmp_path / "now").config.touch()
     assert join("now", f"ok {tmp_path / 'now'}") == tmp_path / "now"

@@ -10,7 +10,7 @@ from sklearn.metrics import average_precision_score, r2_score
 from helpers import built, resolved
 from lockstep.core.plan import Plan
 from lockstep.data.datasets import Folder
-from lockstep.diagnostics.learning import LEAST, FinalScores, learning, wilson
+from lockstep.diagnostics.learning import LEAST_EVALUATIONS, FinalScores, learning, wilson
 from lockstep.training.resolved_job import ResolvedJob
 
 PLAN = Plan(examples=60, batch=10, total_steps=60, micro_batches=1, log_every=10, eval_every=6, save_every=6)
@@ -62,7 +62,7 @@ def test_the_trend_is_that_of_the_validation_loss(losses: list[float], says: str
     scores = replace(SCORES, losses=[*enumerate(losses, start=1)])
     finding = learning(resolved("device=cpu"), replace(PLAN, examples=1442), scores)
     assert (says in finding.sentence, finding.override) == (True, override)
-    assert bool(says) == (len(losses) >= LEAST and "the validation loss" in finding.sentence)
+    assert bool(says) == (len(losses) >= LEAST_EVALUATIONS and "the validation loss" in finding.sentence)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hydra.errors import HydraException
 
 from helpers import composed
 from lockstep.config import command_line, components, messages
-from lockstep.config.other_words import ABSENT, KEYS, VALUES
+from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
 from lockstep.config.schema import GROUPS
 from lockstep.config.suggest import suggest_for_path, suggest_option, suggest_override
 from lockstep.core.errors import InputError
@@ -20,7 +20,7 @@ SAMPLES |= {"erase_mode": "pixel", "mix_by": "batch"}
 SAMPLES |= {"compile_mode": "default", "interpolation": "bicubic", "logger": "wandb", "project": "photos"}
 SMALL = ("threshold", "ema", "momentum", "label_smoothing", "layer_decay", "erase", "mix_switch", "mix_prob")
 WORDS = [(word, template) for template, words in KEYS.items() for word in words.split()]
-NAMES = [(words.split("=")[0], name) for words, names in VALUES.items() for name in names.split()]
+NAMES = [(words.split("=")[0], name) for words, names in VALUE_WORDS.items() for name in names.split()]
 
 
 @functools.cache  # many words have the same proposal

@@ -23,7 +23,7 @@ from lockstep.core.world import World
 from lockstep.scores import EvaluationBlock
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry import pictures
-from lockstep.training.predictions import COLLECTED, POINTS, SIDE, WORST
+from lockstep.training.predictions import COLLECTED, MOST_SIDE, SCATTER_POINTS, WORST
 from thread_ranks import ThreadRanks
 
 CLASSES, BLOCK = 4, 16
@@ -178,9 +178,9 @@ def test_values_have_points_of_predicted_and_true_numbers(factor: int) -> None:
     own = {"labels": OF_VALUES["labels"], "logits": LOGITS, "losses": LOSSES, "images": IMAGES}
     repeated = {key: value.repeat(factor, *[1] * (value.ndim - 1)) for key, value in own.items()}
     predictions = collected(**OF_VALUES | repeated)
-    stride = math.ceil(203 * factor / POINTS)
+    stride = math.ceil(203 * factor / SCATTER_POINTS)
     chosen = [n for n in range(0, 203 * factor, stride) if n % 203 != 7]
-    assert len(chosen) <= POINTS
+    assert len(chosen) <= SCATTER_POINTS
     for value, (true, predicted) in enumerate(predictions.points):
         assert true == repeated["labels"][chosen, value].tolist()
         assert predicted == LOGITS.repeat(factor, 1)[chosen, value].tolist()
@@ -248,7 +248,7 @@ def test_images_of_any_shape_have_a_small_picture(shape: tuple[int, int, int]) -
     images = torch.zeros((1, *shape), dtype=torch.uint8).expand(203, *shape)
     predictions = collected(images=images)
     size = Image.open(io.BytesIO(base64.b64decode(predictions.worst[0]["png"]))).size
-    assert max(size) <= SIDE
+    assert max(size) <= MOST_SIDE
     assert pictures.worst(predictions).startswith(b"\x89PNG")
 
 

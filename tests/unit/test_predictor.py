@@ -23,7 +23,7 @@ from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
-from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
+from lockstep.core.model_card import METADATA_KEY, MOST_CHARACTERS, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import ArraySplit, FileSplit
@@ -311,8 +311,8 @@ def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
         sparse.write((100 * 2**20).to_bytes(8, "little"))
         sparse.truncate(2**40)
     refused("cannot be read as safetensors .*header too large")
-    save_file({}, file, {METADATA_KEY: " " * (LIMIT + 1)})
-    refused(f"its description has {LIMIT + 1:,} characters, expected at most {LIMIT:,}")
+    save_file({}, file, {METADATA_KEY: " " * (MOST_CHARACTERS + 1)})
+    refused(f"its description has {MOST_CHARACTERS + 1:,} characters, expected at most {MOST_CHARACTERS:,}")
     tensors = {**load_file(digits.weights)}
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name] * NAN}, file, changed(digits))

@@ -31,7 +31,7 @@ from lockstep.data.transforms.policies import (
     TimmRandAugment,
     TrivialAugment,
 )
-from lockstep.data.transforms.steps import NAMES, table
+from lockstep.data.transforms.steps import OP_OF_NAME, table
 
 pytestmark = pytest.mark.numerics
 
@@ -68,16 +68,18 @@ def theirs(image: Tensor, name: str, value: float) -> Tensor:
 def test_an_operation_is_torchvisions_to_the_bit(policy: str, shape: tuple[int, int, int]) -> None:
     stored, ours = images(shape), table(policy, shape[1:], torch.device("cpu"))
     space = SPACES[policy](shape[1:])
-    assert {NAMES[name] for name in space} == {*ours.ops.tolist()} - ({IDENTITY} - {NAMES[name] for name in space})
+    assert {OP_OF_NAME[name] for name in space} == {*ours.ops.tolist()} - (
+        {IDENTITY} - {OP_OF_NAME[name] for name in space}
+    )
     for name, (magnitudes, signed) in space.items():
-        place = torch.full((len(stored),), ours.ops.tolist().index(NAMES[name]))
+        place = torch.full((len(stored),), ours.ops.tolist().index(OP_OF_NAME[name]))
         for magnitude in range(0, ours.amounts.shape[1] if magnitudes.dim() else 1, 3):
             value = float(magnitudes[magnitude]) if magnitudes.dim() else 0.0
             for up in (True, False)[: 1 + signed]:
                 expected = [theirs(image, name, value if up else -value) for image in stored]
                 result = operate(stored, *ours.step(place, magnitude, torch.full((len(stored),), up)))
                 wrong = (result != torch.stack(expected)).float().mean().item()
-                assert wrong <= HALF_WAY * (NAMES[name] in MOVING), f"{name}, {magnitude}, up {up}: {wrong:.2%}"
+                assert wrong <= HALF_WAY * (OP_OF_NAME[name] in MOVING), f"{name}, {magnitude}, up {up}: {wrong:.2%}"
 
 
 def pillow(image: Tensor) -> Image.Image:
@@ -173,7 +175,7 @@ def test_autoaugment_draws_torchvisions_pairs_with_their_probabilities(name: str
     for n, (op, amount) in enumerate(drawn):
         expected = torch.zeros(17)
         for pair in pairs:
-            expected[NAMES[pair[n][0]]] += pair[n][1] * 50_000 / 25
+            expected[OP_OF_NAME[pair[n][0]]] += pair[n][1] * 50_000 / 25
         expected[IDENTITY] = 50_000 - expected.sum()
         assert bool(((torch.bincount(op, minlength=17) - expected).abs() < 600).all())
         turns = {float(space["Rotate"][0][pair[n][2]]) for pair in pairs if pair[n][0] == "Rotate"}
@@ -188,7 +190,7 @@ def test_augmix_is_torchvisions_with_the_same_draws(depth: int, alpha: int, monk
     gamma = -torch.log1p(-rng.uniform(numbers)).view(6, alpha, 5).sum(1)
     firsts = [steps.FIRST_DRAW + 5 * alpha + n * (1 + 3 * (depth or 3)) for n in range(3)]
     chains = [[*augment.chain(rng, size, first)] for first in firsts]
-    names = {op: name for name, op in NAMES.items()}
+    names = {op: name for name, op in OP_OF_NAME.items()}
     for n, result in enumerate(augment.operate(stored, rng)):
         chosen = iter([(names[int(op[n])], float(amount[n])) for chain in chains for op, amount in chain])
         shares = iter([part / part.sum(1, keepdim=True) for part in (gamma[n : n + 1, :2], gamma[n : n + 1, 2:])])
@@ -211,7 +213,7 @@ def test_timms_operations_probabilities_and_strengths_have_timms_distribution(in
     assert counts[IDENTITY] == pytest.approx(15_000, abs=400)
     for option in options:
         name = option.name.removesuffix("Increasing").removesuffix("Rel")
-        number = SOLARIZE_ADD if name == "SolarizeAdd" else NAMES[name]
+        number = SOLARIZE_ADD if name == "SolarizeAdd" else OP_OF_NAME[name]
         assert counts[number] == pytest.approx(1000, abs=130), name
         if option.level_fn:
             values: list[float] = []

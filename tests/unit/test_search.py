@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
+from hydra_plugins.lockstep.search import OPTUNA_CONFIG, OptunaSweeper, distribution
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run import State
 from lockstep.records.ledger import Identity, Ledger
@@ -44,7 +44,7 @@ class Launcher:
 
 
 def sweeper(folder: Path, launcher: Any, **settings: Any) -> OptunaSweeper:
-    words = {key: value for key, value in CONFIG.items() if key != "_target_"} | settings
+    words = {key: value for key, value in OPTUNA_CONFIG.items() if key != "_target_"} | settings
     searching = OptunaSweeper(**words)
     searching.settings = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "sweeper": {}}})
     searching.launcher = launcher

@@ -34,7 +34,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
-from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, fingerprints
+from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, fingerprints
 from lockstep.telemetry.tensorboard import TensorBoardWriter, curve_of, layout
 from lockstep.training.build_observers import hyperparameters
 
@@ -128,7 +128,7 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})
     table.end("completed")
     (row,) = rows(tmp_path / "metrics.csv")
-    assert list(row) == ["step", "epoch", *COLUMNS.values()]
+    assert list(row) == ["step", "epoch", *CSV_COLUMNS.values()]
     assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123456789", "90")
     assert row["img_per_s"] == ""
     table = CsvTable(tmp_path / "own.csv", PLAN, 0, tags=["loss/val", "metric/map", "distill/kl"])

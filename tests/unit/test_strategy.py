@@ -36,7 +36,7 @@ from lockstep.strategy import (
     Strict,
 )
 from lockstep.strategy.base import share_weights
-from lockstep.strategy.ddp import LARGE, HookedReplica
+from lockstep.strategy.ddp import LARGE_GRADIENT, HookedReplica
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.zero import ZeROOptimizer, assign, blocks
 from thread_ranks import ThreadRanks
@@ -353,11 +353,11 @@ def test_strict_adds_each_gradient_once_in_one_order_on_every_number_of_ranks(
 
 
 def test_each_gradient_is_summed_once_large_or_small_in_any_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = torch.randn(LARGE // 4, 4, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(LARGE_GRADIENT // 4, 4, generator=torch.Generator().manual_seed(0))
     sent: list[Tensor] = []
 
     def reduced(world: World) -> bool:
-        model = nn.Sequential(nn.Linear(LARGE // 4, 4), nn.Linear(4, LARGE // 4, bias=False))
+        model = nn.Sequential(nn.Linear(LARGE_GRADIENT // 4, 4), nn.Linear(4, LARGE_GRADIENT // 4, bias=False))
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, world.rank + 1.0)
         model[1].weight.grad = whole.t().contiguous().t()

@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
 # which score is better: the sweeper says it for a search.
-CONFIG = {
+POOL_CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
     "gpus": 1,
     "cores": 1,
     "direction": "${oc.select:hydra.sweeper.direction,maximize}",
 }
-ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra", replace=True)
+ConfigStore.instance().store(group="hydra/launcher", name="pool", node=POOL_CONFIG, provider="hydra", replace=True)
 
 
 class WrongJob(InputError):

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 # The keys of `hydra.launcher` besides the pool's: the cluster (null: Ray is started here, for this line alone), and
 # how many lost nodes a job survives.
-CONFIG = {**pool.CONFIG, "_target_": f"{__name__}.RayLauncher", "address": None, "retries": 3}
-ConfigStore.instance().store(group="hydra/launcher", name="ray", node=CONFIG, provider="hydra", replace=True)
-POLL_S, CONNECT_S = 0.1, 5.0
+RAY_CONFIG = {**pool.POOL_CONFIG, "_target_": f"{__name__}.RayLauncher", "address": None, "retries": 3}
+ConfigStore.instance().store(group="hydra/launcher", name="ray", node=RAY_CONFIG, provider="hydra", replace=True)
+RAY_POLL_S, CONNECT_S = 0.1, 5.0
 
 
 class RayLauncher(pool.PoolLauncher):
@@ -174,7 +174,7 @@ def run_command(ledger: Ledger, job: SweepJob, environment: Mapping[str, str], f
     process = fresh(ledger, job, share, environment, cwd=folder)
     while (code := process.exitcode) is None:
         with suppress(KeyboardInterrupt):
-            time.sleep(POLL_S)
+            time.sleep(RAY_POLL_S)
             continue
         process.send_signal(signal.SIGTERM)
     return code

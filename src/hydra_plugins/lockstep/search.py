@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 # The keys of `hydra.sweeper`. `storage` is any of Optuna's; null is a journal in the folder of the sweep. The name of
 # the study ends with a hash of what it belongs to.
-CONFIG = {
+OPTUNA_CONFIG = {
     "_target_": "hydra_plugins.lockstep.search.OptunaSweeper",
     "sampler": "tpe",
     "pruner": "none",
@@ -60,7 +60,7 @@ CONFIG = {
 }
 GRID = {"_target_": "hydra_plugins.lockstep.search.GridSweeper", "params": {}}
 ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=GRID, provider="hydra", replace=True)
-ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=CONFIG, provider="hydra", replace=True)
+ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=OPTUNA_CONFIG, provider="hydra", replace=True)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner"}
 

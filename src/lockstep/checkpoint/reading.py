@@ -25,7 +25,7 @@ from lockstep.core.run import candidates, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 
-SHOWN = 4  # an error lists at most this many differences between two runs
+MOST_DIFFERENCES = 4  # an error lists at most this many differences between two runs
 Say = Callable[[str], None]
 
 
@@ -138,8 +138,8 @@ def difference(expected: Facts, saved: Facts) -> str:
         for key in here | there
         if key not in here or key not in there or here[key] != there[key]
     ]
-    more = len(different) - SHOWN
-    return "; ".join(different[:SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
+    more = len(different) - MOST_DIFFERENCES
+    return "; ".join(different[:MOST_DIFFERENCES]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def _flattened(facts: Facts) -> dict[str, Any]:

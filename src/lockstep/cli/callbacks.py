@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 from lockstep.telemetry.progress import loading
 
 FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
-NAMES = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
+CHECKED_PATTERNS = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
 
 
 def submit_all(submissions: Sequence[Submission], folder: Path | None = None) -> None:
@@ -87,7 +87,7 @@ class SweepCallbacks(Callback):
         atexit.register(remove_empty, absent(folder))  # Hydra creates it, also for a job that will be refused
         if folder != Path.cwd():
             with program.bypass_hydra_errors():
-                check_names(folder, *NAMES)  # before Hydra opens a log there (hydra/job_logging)
+                check_names(folder, *CHECKED_PATTERNS)  # before Hydra opens a log there (hydra/job_logging)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self.began, self.handled = time.monotonic(), sys.exc_info()[1]  # of a program that starts a sweep
@@ -101,13 +101,13 @@ class SweepCallbacks(Callback):
         folder = Path(config.hydra.sweep.dir).absolute()
         new = absent(*(folder / name for name in (*FILES, JOBS)))
         with program.bypass_hydra_errors():
-            check_names(folder, *NAMES)
+            check_names(folder, *CHECKED_PATTERNS)
             with loading():
                 configure_native_threads()  # before the classes that say which score decides import torch
             ledger = choose_folder(config)
         atexit.register(_remove_sweep, ledger, new)
         with program.bypass_hydra_errors():
-            check_names(ledger.folder, *NAMES)
+            check_names(ledger.folder, *CHECKED_PATTERNS)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code

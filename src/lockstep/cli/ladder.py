@@ -57,14 +57,14 @@ from lockstep.training.resolved_job import ResolvedJob
 
 DEFAULT = ("experiment=mnist_tutorial",)
 # Every run writes its figures, and nothing else that takes time.
-COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
+FIXED = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
-OF_RUNGS |= {"sweep.", *RUN_FOLDERS, *map(key_of, COMMON)}
+OF_RUNGS |= {"sweep.", *RUN_FOLDERS, *map(key_of, FIXED)}
 # The strategies whose setups have their names from the tutorials.
 OF_TUTORIALS = frozenset({"single", "dp", "ddp", "allreduce", "allreduce_hooks"})
-STOPPED = "the ladder was stopped; rerun the command to resume"
-FOLDER, PICTURE = "ladders", "ladder.svg"
+LADDER_STOPPED = "the ladder was stopped; rerun the command to resume"
+LADDERS, LADDER_PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
 
 
@@ -102,7 +102,7 @@ class Rung:
         launcher = [*self.launcher[1:], "-m"] if self.launcher else ["-m"]
         # Without this folder torchrun makes one among the temporary ones, which stays there.
         torchrun = ["-m", "torch.distributed.run", f"--log-dir={os.devnull}"] if self.launcher else []
-        return [sys.executable, *torchrun, *launcher, "lockstep", "train", *overrides, *self.words, *COMMON, *where]
+        return [sys.executable, *torchrun, *launcher, "lockstep", "train", *overrides, *self.words, *FIXED, *where]
 
 
 def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path], own: str = "") -> Iterator[Rung]:
@@ -167,7 +167,7 @@ def ladder(
     options = [f"--ranks={ranks}", f"--repeat={repeats}", *(f"--script={file}" for file in files)]
     line = ("ladder", *words, *options, *[f"--only={only}"] * bool(only))
     identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line, figure=TOP1)
-    ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
+    ledger = Ledger(Path(job.output_root) / LADDERS / f"{job.name}-{identity.hash[:8]}")
     if not ledger.folder.exists():  # a ladder that cannot begin leaves no folder
         check_plan(job)
     if form == "table":
@@ -186,9 +186,9 @@ def ladder(
         show(rows)
     else:
         show_rows([{key: value for key, value in row.items() if key != "losses"} for row in rows], form)
-    write_atomic(ledger.folder / PICTURE, picture(rows))
+    write_atomic(ledger.folder / LADDER_PICTURE, picture(rows))
     if form == "table":
-        log.say_command("picture", str(relative(ledger.folder / PICTURE)))
+        log.say_command("picture", str(relative(ledger.folder / LADDER_PICTURE)))
 
 
 def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
@@ -247,13 +247,13 @@ def run_rung(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> 
         with running(command, capture=rung.script is not None) as process:
             out, err = process.communicate()
     except StopNow:
-        ledger.end(record, State.stopped, exit_code=Stopped.exit_code, error=STOPPED)
-        raise Stopped(STOPPED) from None
+        ledger.end(record, State.stopped, exit_code=Stopped.exit_code, error=LADDER_STOPPED)
+        raise Stopped(LADDER_STOPPED) from None
     code = process.returncode or 0
     said = ending(code, err)
     if rung.script is None and code == Stopped.exit_code:
         ledger.end(record, State.stopped, exit_code=code, error=said)
-        raise Stopped(STOPPED)
+        raise Stopped(LADDER_STOPPED)
     if code:
         ledger.end(record, State.failed, exit_code=code, error=said)
     elif rung.script is not None and (figures := _figures_said(out)) is None:

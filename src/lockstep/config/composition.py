@@ -39,7 +39,7 @@ from lockstep.core.fields import leaves
 from lockstep.core.terminal import fill
 
 # The keys of a job that are no groups.
-VALUES = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
+VALUE_KEYS = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ def _keys_set(text: str) -> list[str]:
     """The keys of the values that an override sets or removes; empty if it chooses an option of a group."""
     parsed = OverridesParser.create().parse_override(text)
     key, value = parsed.key_or_group, parsed.value()
-    is_value = isinstance(value, dict) or "." in key or key in VALUES
+    is_value = isinstance(value, dict) or "." in key or key in VALUE_KEYS
     return [name for name, _ in leaves({key: value})] if is_value else []
 
 

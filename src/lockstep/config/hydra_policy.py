@@ -35,12 +35,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import components
 from lockstep.config.commands import refusal
-from lockstep.config.recipes import EXTENSION, ChosenFiles, read_chosen, words_for_hydra
+from lockstep.config.recipes import EXTENSION, ChosenFiles, Key, read_chosen, words_for_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import FOLDER, is_inside, nested
-
-Key = tuple[str, ...]
 
 TRUSTED = ["lockstep.cli.callbacks.SweepCallbacks"]  # besides installed launchers, sweepers and log handlers
 COPIES = (
@@ -54,7 +52,7 @@ OURS: Mapping[Key, object] = {
     ("job", "chdir"): False,
 }
 # The folders of runs. A config file may only name one below `output_root` or the current folder.
-FOLDERS: tuple[Key, ...] = (("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"))
+FOLDER_KEYS: tuple[Key, ...] = (("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"))
 # The references in such a name with values that a config file cannot choose.
 _REFERENCES = re.compile(r"\$\{(now:[%\w:-]*|stamp_hex:|hydra[.:]job\.num)\}")
 # The keys that any config file may set below `hydra`, with everything below them.
@@ -242,7 +240,7 @@ def _check_source(provider: str, path: str) -> None:
 
 def _may_set(key: Key, value: str) -> bool:
     """Whether any config file may set this key to this value."""
-    if key in FOLDERS:  # inside the current folder, `output_root` or the sweep's folder
+    if key in FOLDER_KEYS:  # inside the current folder, `output_root` or the sweep's folder
         root = "" if key == ("sweep", "subdir") else r"^\$\{output_root\}(?=/|$)"
         below = _REFERENCES.sub("x", re.sub(root, "x", value) if root else value)
         return "${" not in below and not below.startswith("/") and ".." not in below
@@ -251,11 +249,11 @@ def _may_set(key: Key, value: str) -> bool:
 
 def _refusal(key: Key, value: object) -> str:
     name = ".".join(("hydra", *key))
-    if key in FOLDERS:
+    if key in FOLDER_KEYS:
         inside = "its sweep's folder" if key[-1] == "subdir" else "${output_root} or the current one"
         expected = f"expected a folder below {inside}; name others on the command line: {name}=FOLDER"
         return f"{name} is {shown(value)} in a config file, {expected}"
-    free = ", ".join(".".join(("hydra", *prefix)) for prefix in (*FOLDERS, *FREE))
+    free = ", ".join(".".join(("hydra", *prefix)) for prefix in (*FOLDER_KEYS, *FREE))
     return (
         f"{name} is {shown(value)} in a config file, which may set only {free}, so that it runs no code; an "
         "installed plugin is chosen on the command line: hydra/launcher=NAME"

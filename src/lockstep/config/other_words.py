@@ -156,7 +156,7 @@ ABSENT: Mapping[str, str] = {
     "kd_model_name kd_distill_type distill_loss_weight": "task=distill task.teacher=RUN learns from a trained model",
 }
 # Values of a key or a group, and their names in other tools.
-VALUES: Mapping[str, str] = {
+VALUE_WORDS: Mapping[str, str] = {
     "device=cuda": "gpu",
     "launcher.ranks=auto": "-1",
     "resume=latest": "newest last auto true",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.fields import (
     FOLDER,
-    LONGEST,
+    MOST_STEPS,
     ROLE,
     TEXT,
     Role,
@@ -85,7 +85,7 @@ class TrainBlock:
     ema_every: int = ranged(1, least=1, most=1_000_000_000)
     swa_from: int | str | None = duration(None)
     swa_every: int | str = duration("1ep")
-    swa_images: int = ranged(10_000, least=1, most=LONGEST)
+    swa_images: int = ranged(10_000, least=1, most=MOST_STEPS)
     sampling: str = choice("shuffled", "shuffled", "balanced")
     repeats: int = ranged(1, least=1, most=1_000_000)
     freeze: list[str] = ruled([], TEXT)
@@ -179,9 +179,9 @@ def _group(role: Role = Role.identity, /, *, many: bool = False, **fields_by_rol
 class Job:
     """One training run: its keys, of which some may be `auto`, and the component of each group."""
 
-    epochs: int | str = with_role(Role.schedule, ranged(20, least=1, most=LONGEST, words=("auto",)))
-    steps: int | None = with_role(Role.schedule, ranged(None, least=1, most=LONGEST))
-    batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
+    epochs: int | str = with_role(Role.schedule, ranged(20, least=1, most=MOST_STEPS, words=("auto",)))
+    steps: int | None = with_role(Role.schedule, ranged(None, least=1, most=MOST_STEPS))
+    batch: int | str = ranged(64, least=1, most=MOST_STEPS, words=("auto",))
     seed: int = with_role(Role.sample, ranged(0, least=0, most=2**63 - 1))
     monitor: str = ruled("auto", TEXT)
     repro: str = choice("exact", "exact", "strict")  # a resume cannot change it: batch norm counts other parts

@@ -9,14 +9,14 @@ from typing import Any
 
 from lockstep.config.commands import override, parsed, shell_command
 from lockstep.config.options import is_own, model_of, options_with
-from lockstep.config.other_words import ABSENT, KEYS, VALUES
+from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.errors import close_to
 from lockstep.core.run_dir import MANIFEST, RunDir
 
 OFF = ("false", "0", "no", "off", "none")
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
-TABLES = (".csv", ".tsv")
+TABLE_SUFFIXES = (".csv", ".tsv")
 SHARDS = ".tar"
 # Files that the package `datasets` writes into a saved data set.
 HF_FILES = ("dataset_dict.json", "state.json")
@@ -67,7 +67,7 @@ def suggest_option(group: str, value: str) -> str:
 
 
 def _named_elsewhere(key: str, value: str) -> str:
-    names = {words: name.split() for words, name in VALUES.items() if words.split("=")[0] == key}
+    names = {words: name.split() for words, name in VALUE_WORDS.items() if words.split("=")[0] == key}
     return next((words for words, others in names.items() if value.lower() in others), "")
 
 
@@ -78,7 +78,7 @@ def suggest_for_path(group: str, word: str) -> str:
         exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()
     except (OSError, ValueError):  # the path is too long, or has a NUL byte
         return ""
-    weights, listed = path.suffix in WEIGHTS, path.suffix in (*TABLES, SHARDS)
+    weights, listed = path.suffix in WEIGHTS, path.suffix in (*TABLE_SUFFIXES, SHARDS)
     overrides: list[str] = []
     if weights or is_run:
         start_override = override("resume" if is_run and not group else "init_from", word)
@@ -93,7 +93,7 @@ def suggest_for_path(group: str, word: str) -> str:
 def _data_set_at(path: Path, word: str) -> list[str]:
     """The overrides that choose the data set at a path."""
     name = "folder"
-    if path.suffix in TABLES:
+    if path.suffix in TABLE_SUFFIXES:
         name = "csv"
     elif path.suffix == SHARDS:
         name, word = "webdataset", str(Path(word).parent)

@@ -23,7 +23,7 @@ NAME_BYTES, PATH_BYTES = 255, 3500
 TEXT_CHARACTERS = 1000
 OPTION_VALUES = 1000  # in a mapping for a constructor of a library
 # The largest number of steps of a run: its product with the number of examples of any data set fits into 63 bits.
-LONGEST = 10**9
+MOST_STEPS = 10**9
 # The longest time, in seconds. The timeout of a socket is in milliseconds and has 31 bits, which end at 596 hours.
 LONGEST_S = 500 * 3600.0
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
@@ -219,7 +219,7 @@ def duration(
         return parsed is not None and (zero or parsed[0] > 0)
 
     number = 5 if unit == "evaluations" else 100
-    expected = f"{unit} ({number}), epochs (2ep){time} or a share of the run (5%), {low} {LONGEST:,}"
+    expected = f"{unit} ({number}), epochs (2ep){time} or a share of the run (5%), {low} {MOST_STEPS:,}"
     short = " or ".join(["a duration", *["a time"] * timed, *words])
     return ruled(default, Check(" or ".join([*words, expected]), fits, short, durations=True))
 
@@ -319,7 +319,7 @@ def parse_duration(value: Any) -> tuple[float, str] | None:
     if match is None or (match[2] is None and "." in match[1]):
         return None
     amount, unit = float(match[1]), match[2] or ""
-    return (amount, unit) if amount <= (100 if unit == "%" else LONGEST) else None
+    return (amount, unit) if amount <= (100 if unit == "%" else MOST_STEPS) else None
 
 
 def parse_time(value: Any) -> float | None:
@@ -338,7 +338,7 @@ def _figure(bound: float) -> str:
     return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
 
 
-TIME = Check(
+TIME_CHECK = Check(
     f"a time such as 30s, 10min or 2h, at most {LONGEST_S / 3600:g}h",
     lambda value: parse_time(value) is not None,
     "a time",

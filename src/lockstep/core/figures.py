@@ -24,7 +24,7 @@ Figures = Sequence[tuple[int, Mapping[str, float]]]
 
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 DELAYS = {figure.tag: figure.delay for figure in FIGURES if figure.delay}
-STARTS = tuple(DELAYS)
+DELAYED_TAGS = tuple(DELAYS)
 # The tags of options: not those that begin like ours.
 TAG = re.compile(rf"(?!({'|'.join(PAGES)})/)\w[\w-]*(/[\w.-]+)+", re.ASCII)
 PREDICTIONS_LIMIT = 64 * MB  # the file of 100 classes has 0.3 MB
@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 
 def place_of(step: int, tags: Iterable[str]) -> float:
     """Where figures are in the order of a run: an evaluation is half a step behind its step, and a test is later."""
-    later = [tag for tag in tags if tag.startswith(STARTS)]
+    later = [tag for tag in tags if tag.startswith(DELAYED_TAGS)]
     delays = (delay for tag in later for start, delay in DELAYS.items() if tag.startswith(start))
     return step + max(delays, default=0.0)
 

@@ -20,7 +20,7 @@ from lockstep.core.model_card import SIGMOID, SOFTMAX, VALUES
 BatchNorm = _BatchNorm
 Convolution = _ConvNd
 # A layer with at least so many parameters is gathered on its own: a call costs as much as about 100 kB.
-LARGE = 2**17
+LARGE_LAYER = 2**17
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def within(name: str, module: str) -> bool:
     return name == module or not module or name.startswith(f"{module}.")
 
 
-def blocks(model: nn.Module, large: float = LARGE) -> Iterator[nn.Module]:
+def blocks(model: nn.Module, large: float = LARGE_LAYER) -> Iterator[nn.Module]:
     """The modules of a model to gather as units: the parameters of each are gathered together.
 
     They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its

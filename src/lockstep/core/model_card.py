@@ -16,7 +16,7 @@ from lockstep.core.safe_read import MB, checked
 
 METADATA_KEY = "lockstep"
 FORMAT = 1
-LIMIT = 16 * MB  # characters of the text, nearly all of which are names of classes
+MOST_CHARACTERS = 16 * MB  # characters of the text, nearly all of which are names of classes
 NAMES_LIMIT = 15 * MB  # characters of these names, as JSON
 # How images can be resized, always with antialiasing; the first is the default.
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -155,8 +155,8 @@ class ModelCard:
         text = metadata.get(METADATA_KEY) if isinstance(metadata, Mapping) else None
         if not isinstance(text, str):
             raise ValueError("it does not say what its model is; init_from= can train from weights of other programs")
-        if len(text) > LIMIT:
-            raise ValueError(f"its description has {len(text):,} characters, expected at most {LIMIT:,}")
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(f"its description has {len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
         try:
             values = checked(json.loads(text))
         except (ValueError, RecursionError) as error:

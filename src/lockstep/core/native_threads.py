@@ -11,9 +11,9 @@ from lockstep.core.errors import InputError
 # libgomp's default of 300,000 takes cores from other processes: with it, the default job is up to ten times slower on
 # two busy cores. On idle cores 5,000 is as fast as libgomp's default, and 1,000 is a quarter slower.
 SPINS = "5000"
-KEY = "OPENBLAS_NUM_THREADS"
-# Tells interpreters that inherit the environment that we have set KEY, and not the user.
-OURS = "LOCKSTEP_OPENBLAS"
+THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
+# Tells interpreters that inherit the environment that we have set the variable, and not the user.
+SET_BY_US = "LOCKSTEP_OPENBLAS"
 # The address space of a small job, in bytes. With less, an import of torch or its first threads fail, and C++ ends
 # the process before Python can say why. torch 2.15 alone maps 3.1 GB.
 LEAST_ADDRESS_SPACE = 4_000_000_000
@@ -49,11 +49,11 @@ def configure_native_threads() -> None:
     check_address_space()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    if KEY in os.environ and OURS not in os.environ:
+    if THREADS_VARIABLE in os.environ and SET_BY_US not in os.environ:
         return
-    os.environ.update({KEY: "1", OURS: "1"})
+    os.environ.update({THREADS_VARIABLE: "1", SET_BY_US: "1"})
     importlib.import_module("numpy")
     if "torch" not in sys.modules:
-        del os.environ[KEY]  # torch reads it too if its linear algebra is OpenBLAS
+        del os.environ[THREADS_VARIABLE]  # torch reads it too if its linear algebra is OpenBLAS
         importlib.import_module("torch")
-    os.environ[KEY] = "1"  # SciPy ships another OpenBLAS
+    os.environ[THREADS_VARIABLE] = "1"  # SciPy ships another OpenBLAS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from lockstep.core.errors import InputError, shown
-from lockstep.core.fields import TIME, is_timed, parse_duration, parse_time
+from lockstep.core.fields import TIME_CHECK, is_timed, parse_duration, parse_time
 
 Event = Literal["log", "eval", "save"]
 T = TypeVar("T")
@@ -17,7 +17,7 @@ def seconds(key: str, value: str | float) -> float:
     """A time such as `30s`, `10min` or `2h` in seconds; a bare number is seconds. Raises InputError."""
     parsed = parse_time(value)
     if parsed is None:
-        raise InputError(f"{key} is {shown(value)}, expected {TIME.expected}")
+        raise InputError(f"{key} is {shown(value)}, expected {TIME_CHECK.expected}")
     return parsed
 
 

@@ -27,7 +27,7 @@ from lockstep.core.tags import VAL_LOSS
 
 Content = TypeVar("Content")
 
-TEST = "test"
+TEST_SCORES = "test"
 SEED, FOLD = "seed", "dataset.fold"
 
 
@@ -149,10 +149,10 @@ class Run:
     @property
     def columns(self) -> dict[str, float]:
         """What tables show next to the score: the best evaluation's chosen metrics, and `test`, of the monitor."""
-        scores, tests = ({**(self.summary.get(key) or {})} for key in ("scores", TEST))
+        scores, tests = ({**(self.summary.get(key) or {})} for key in ("scores", TEST_SCORES))
         chosen = metrics if isinstance(metrics := self.composed.get("metric"), dict) else ()
         figures = {name: scores.get(name) for name in chosen if name != self.monitor.name}
-        figures[TEST] = tests.get(self.monitor.name)
+        figures[TEST_SCORES] = tests.get(self.monitor.name)
         return {name: value for name, value in figures.items() if value is not None and self.score is not None}
 
     @cached_property

@@ -24,8 +24,8 @@ import yaml
 from lockstep.core.errors import InputError, StorageError, out_of_memory
 
 KB, MB = 2**10, 2**20
-LIMIT = 256 * KB  # bytes of a text; a config has about 3 kB
-LARGEST = 2**30  # bytes of an image, a table or an array, in its file and decoded: a few kB can ask for any number
+MOST_TEXT_BYTES = 256 * KB  # bytes of a text; a config has about 3 kB
+MOST_BYTES = 2**30  # bytes of an image, a table or an array, in its file and decoded: a few kB can ask for any number
 LINE_LIMIT = MB
 DEPTH = 32  # levels of lists and mappings; a config has 3
 WHOLE = 2**63  # Lockstep writes no larger integers, and Python may refuse to print them
@@ -35,7 +35,7 @@ _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 UNUSABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR})
 # The errors of a path, or of a library, which reading again does not change.
-LASTING = UNUSABLE | {errno.ENOENT, errno.ELOOP, errno.EMFILE, errno.ENFILE, None}
+LASTING_ERRORS = UNUSABLE | {errno.ENOENT, errno.ELOOP, errno.EMFILE, errno.ENFILE, None}
 PAUSES_S = (0.1, 0.4, 1.2)  # between the attempts to read; a stop is heard within 3 s
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def stored(read: Callable[[], T], place: object) -> T:
         try:
             return read()
         except OSError as error:
-            if error.errno in LASTING:
+            if error.errno in LASTING_ERRORS:
                 raise
             failure = error
         time.sleep(pause)
@@ -103,7 +103,7 @@ def is_plain(path: Path) -> bool:
     return False
 
 
-def check_size(size: int, what: str = "it has", most: int = LARGEST) -> None:
+def check_size(size: int, what: str = "it has", most: int = MOST_BYTES) -> None:
     """Raise ValueError if what is about to be read or decoded takes more bytes than it may."""
     if size > most:
         raise ValueError(f"{what} {size:,} bytes, expected at most {most:,}")
@@ -134,19 +134,19 @@ def _open(path: Path, links: bool) -> BufferedReader:
     except (FileNotFoundError, NotADirectoryError):
         raise UnreadableFile(path, "is missing", missing=True) from None
     except (OSError, ValueError) as error:  # a path with a NUL byte is a ValueError
-        if isinstance(error, OSError) and error.errno not in LASTING:
+        if isinstance(error, OSError) and error.errno not in LASTING_ERRORS:
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UnreadableFile(path, f"cannot be read ({reason})") from error
     raise UnreadableFile(path, f"is {other_kind}, expected a plain file")
 
 
-def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
+def read_bytes(path: Path, limit: int = MOST_TEXT_BYTES, *, links: bool = False) -> bytes:
     """The content of a plain file of at most `limit` bytes."""
     with opened(path, links=links) as file:
         size = os.fstat(file.fileno()).st_size
         # Not `limit` in any case: `read` takes all the memory that it is asked for. Files of /proc have a size of 0.
-        data = file.read(min(limit, max(size, LIMIT)) + 1)
+        data = file.read(min(limit, max(size, MOST_TEXT_BYTES)) + 1)
         if len(data) > limit:
             raise UnreadableFile(path, f"has {size:,} bytes, expected at most {limit:,}")
     return data
@@ -158,7 +158,7 @@ def read_if_exists(path: Path) -> bytes | None:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a plain file of at most `LIMIT` bytes, with its line ends."""
+    """The UTF-8 text of a plain file of at most `MOST_TEXT_BYTES`, with its line ends."""
     return _decoded(path, read_bytes(path))
 
 
@@ -170,7 +170,7 @@ def read_name(path: Path) -> str:
     return name
 
 
-def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
+def read_json(path: Path, limit: int = MOST_TEXT_BYTES, *, links: bool = False) -> Any:
     """The value in a JSON file: plain values, at most `DEPTH` levels deep."""
     return checked_json(path, read_bytes(path, limit, links=links))
 

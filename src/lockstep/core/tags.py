@@ -19,7 +19,7 @@ PAGES = {"loss": "Learning", "acc": "Learning", "metric": "Learning", "test": ""
 PAGES |= {"cpu": "CPU", "gpu": "GPU", "optim": "Optimisation"}
 # The names of the figures of an evaluation that are no metrics, and of one that `lockstep evaluate` adds.
 LOSS, TOP1, TOP5, CALIBRATION_ERROR = "loss", "top1", "top5", "calibration_error"
-BLUE, ORANGE, GREEN, GREY = "#1f5fb4", "#d95f02", "#1b9e77", "#666666"
+BLUE, ORANGE, GREEN, DARK_GREY = "#1f5fb4", "#d95f02", "#1b9e77", "#666666"
 SO_FAR, AVERAGE = "training, epoch so far", "validation, averaged weights"
 
 
@@ -70,14 +70,14 @@ FIGURES = (
     Figure("acc/val_ema_top5", "Accuracy", "%"),
     Figure(METRIC, "Metrics"),
     Figure(TEST, "Test", delay=0.75),
-    Figure(LEARNING_RATE, "Learning rate", column="lr", colour=GREY),
+    Figure(LEARNING_RATE, "Learning rate", column="lr", colour=DARK_GREY),
     Figure(GRAD_NORM, "Gradient norm"),
     Figure(SCALE, "Loss scale"),
     Figure(RATE, "Images per second", column="img_per_s"),
     Figure(WAIT, "Waiting for data", "%", "data_wait_pct"),
     Figure(STEP_MS, "Step", "ms"),
     Figure(TIME, "Where the time goes", "%", delay=0.5),
-    Figure(MFU, "Model FLOPs utilisation", "%", colour=GREY),
+    Figure(MFU, "Model FLOPs utilisation", "%", colour=DARK_GREY),
     Figure(CPU + "cores", "CPU cores in use"),
     Figure(CPU + "mem_gb", "CPU memory", "GB"),
     Figure(CPU + "power_w", "CPU power", "W"),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from textwrap import TextWrapper
 from typing import Any, TextIO
 
-WAIT_S = 3.0
+READER_WAIT_S = 3.0
 # Bytes that a stream accepts without waiting once it is writable: a terminal (line ends take two bytes there, and its
 # buffers grow by 256 bytes); a pipe.
 TERMINAL_BYTES, PIPE_BYTES = 128, select.PIPE_BUF
@@ -28,7 +28,7 @@ _patience_s = math.inf
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    """Wait at most `WAIT_S` for the reader of a standard stream, then drop what it does not read.
+    """Wait at most `READER_WAIT_S` for the reader of a standard stream, then drop what it does not read.
 
     A terminal that is held (Ctrl-S) or a pipe that nobody reads would otherwise block the process, and with it every
     timeout and every stop. For where a file has what is shown: without this, a command waits for its reader.
@@ -36,7 +36,7 @@ def impatient() -> Iterator[None]:
     global _patience_s
     for name in ("stdout", "stderr"):
         standard(name).flush()  # what follows goes past the buffer
-    before, _patience_s = _patience_s, WAIT_S
+    before, _patience_s = _patience_s, READER_WAIT_S
     try:
         yield
     finally:

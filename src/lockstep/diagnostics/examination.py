@@ -36,7 +36,7 @@ from lockstep.training.network import Freezing, batches_without_single, check_si
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import without_start
 
-STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
+STEPS, MOST_TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
 COPIED = 2**20  # numbers that are sent from GPU to GPU: 8 MB
 # Broken copies between GPUs usually come from the IOMMU or from ACS of the PCIe bridges, which redirect them.
@@ -231,7 +231,7 @@ def _seconds_of_step(parts: Parts) -> tuple[float, float]:
     reading: list[float] = []
     updating: list[float] = []
     parts.model.train()
-    ended = time.perf_counter() + TRIAL_S
+    ended = time.perf_counter() + MOST_TRIAL_S
     while (began := time.perf_counter()) < ended or len(updating) < 2:
         if (group := next(groups, None)) is None or len(updating) > STEPS:
             break

@@ -21,8 +21,8 @@ from lockstep.data.datasets.targets import check_labels, class_notes
 from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
 
-CHUNK = 64  # images that a thread looks at in a row
-COLUMNS = 8  # the most labels or values that a finding names
+INSPECTION_CHUNK = 64  # images that a thread looks at in a row
+MOST_COLUMNS = 8  # the most labels or values that a finding names
 Image = tuple[Split, int]  # an image by its split and its number there
 ResultT = TypeVar("ResultT")
 
@@ -77,9 +77,9 @@ def _columns(names: Sequence[str], labels: Tensor, targets: str) -> str:
         f"{name} {int(column.sum()):,}"
         if targets == LABELS
         else f"{name} {column.min():.4g} to {column.max():.4g} (mean {column.mean():.4g})"
-        for name, column in zip(names[:COLUMNS], labels.T, strict=False)
+        for name, column in zip(names[:MOST_COLUMNS], labels.T, strict=False)
     ]
-    return ", ".join(few + [f"and {len(names) - COLUMNS} more"] * (len(names) > COLUMNS))
+    return ", ".join(few + [f"and {len(names) - MOST_COLUMNS} more"] * (len(names) > MOST_COLUMNS))
 
 
 def _shuffled(*splits: Split) -> list[Image]:
@@ -93,7 +93,7 @@ def _look(
 ) -> tuple[list[tuple[Image, ResultT]], str]:
     """The results of `look` for the first of these images, as many as there is time for, and how many that are."""
     deadline = time.monotonic() + seconds
-    chunks = (images[start : start + CHUNK] for start in range(0, len(images), CHUNK))
+    chunks = (images[start : start + INSPECTION_CHUNK] for start in range(0, len(images), INSPECTION_CHUNK))
     in_time = itertools.takewhile(lambda _: time.monotonic() < deadline, chunks)
 
     def results(chunk: Sequence[Image]) -> list[tuple[Image, ResultT]]:

@@ -22,7 +22,7 @@ from lockstep.telemetry.progress import progress
 from lockstep.training.experiment import Parts, build_parts
 from lockstep.training.train_step import set_learning_rate
 
-MOST_STEPS = 100_000
+MOST_TEST_STEPS = 100_000
 PICTURE = "lr-find.svg"
 SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
 EXPLODED = 4.0  # the test ends at an average of this many times the lowest one
@@ -31,15 +31,15 @@ SETTLED = 10  # steps after which an average no longer rests on the first few lo
 # A fall counts from this many times the median second difference of the averages: in simulations of 40 to 200 steps
 # without a trend, 95 % of the largest falls stay below 10.8 to 13.5 times.
 CLEAR = 14.0
-SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
+SUGGESTED_SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 
 
 def lr_find(
     overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None, form: str = "table"
 ) -> None:
     """Train with rising learning rates, write the picture to `out` or next to the runs, and print a suggestion."""
-    if not 2 <= steps <= MOST_STEPS:
-        raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=100")
+    if not 2 <= steps <= MOST_TEST_STEPS:
+        raise InputError(f"--steps is {steps}, expected from 2 to {MOST_TEST_STEPS:,}: --steps=100")
     if not 0 < low < high < math.inf:
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
     if out is not None:
@@ -85,7 +85,7 @@ class RangeTest:
     @property
     def suggestion(self) -> float | None:
         """A learning rate to train with, of two digits; None if it was not tried, or no fall exceeds the noise."""
-        tenth, averages = float(f"{SHARE * self.rates[self.lowest]:.1e}"), self.losses[SETTLED:]
+        tenth, averages = float(f"{SUGGESTED_SHARE * self.rates[self.lowest]:.1e}"), self.losses[SETTLED:]
         before = averages[: max(0, self.lowest - SETTLED)]
         if not before or len(averages) < 3 or tenth < self.rates[0]:
             return None

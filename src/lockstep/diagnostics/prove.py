@@ -45,16 +45,16 @@ from lockstep.telemetry.progress import progress
 PREFIX = "lockstep-prove-"  # of the folders for the runs, in the folder of temporary files
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
-KEEP_ALL = MOST_STEPS = 1_000_000
+KEEP_ALL = MOST_PROOF_STEPS = 1_000_000
 EVALUATIONS = 5  # of a run whose scores decide its rates or its end; any other run is evaluated at its end
 # The overrides of every run, after the user's.
-COMMON = (
+PROOF_OVERRIDES = (
     *("precision=fp64", "launcher.threads=1", "checkpoint.every=100%"),
     *("telemetry.interval=1", "logger=jsonl", "telemetry.samples=true"),
 )
-OF_RUNS = {"steps", "epochs", "output_root", "train.eval_every", *map(key_of, COMMON), *OF_RUN}
+OF_RUNS = {"steps", "epochs", "output_root", "train.eval_every", *map(key_of, PROOF_OVERRIDES), *OF_RUN}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
-REFUSED, FAILED = "refused", "FAIL"  # verdicts of a run without figures
+VERDICT_REFUSED, VERDICT_FAIL = "refused", "FAIL"  # verdicts of a run without figures
 OF_FAILURES = (LockstepError.exit_code, NumericalError.exit_code)  # of a run that its strategy may have ended
 
 
@@ -80,8 +80,8 @@ def prove(
     overrides: list[str], *, steps: int, ranks: str | None, everything: bool = False, form: str = "table"
 ) -> None:
     """Run the cases, or all of them with `everything`, and print how much each differs from its reference."""
-    if not 2 <= steps <= MOST_STEPS:
-        raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
+    if not 2 <= steps <= MOST_PROOF_STEPS:
+        raise InputError(f"--steps is {steps}, expected from 2 to {MOST_PROOF_STEPS:,}: --steps=20")
     refuse_resume(overrides, "prove trains from the initial weights")
     overrides = with_starts(overrides, latest_starts(composition.composed([*overrides, "name=prove"])))
     overrides = composition.without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
@@ -120,10 +120,10 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
     with progress("proving", len(planned)) as advance:
         for case in planned:
             reference = "" if case.reference == case.name else case.reference
-            words = [*for_strategy(case, overrides), *COMMON, f"steps={steps}"]
+            words = [*for_strategy(case, overrides), *PROOF_OVERRIDES, f"steps={steps}"]
             # What is compared with a refused run was refused with it.
             comparable = not reference or reference in results
-            result = _run(case, folder, words, steps, form) if comparable else REFUSED
+            result = _run(case, folder, words, steps, form) if comparable else VERDICT_REFUSED
             advance(1)
             facts: dict[str, Any] = {}
             if isinstance(result, str):
@@ -131,13 +131,13 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
             else:
                 results[case.name] = result
                 facts = compare(case, result, results[case.reference])
-                verdict = "pass" if facts["passes"] else FAILED
+                verdict = "pass" if facts["passes"] else VERDICT_FAIL
             rows.append({"run": case.name, "against": reference or None, **facts, "verdict": verdict})
             if form == "table":
                 print_row(case.name, reference, *(texts(facts) if facts else ["", "", ""]), verdict)
     if form == "json":
         show_json(rows)
-    if failed := [row["run"] for row in rows if row["verdict"] == FAILED]:
+    if failed := [row["run"] for row in rows if row["verdict"] == VERDICT_FAIL]:
         raise LockstepError(f"not the same run: {', '.join(failed)}")
     if form == "table":
         refused = f", {len(planned) - len(results)} refused" * (len(results) < len(planned))
@@ -269,11 +269,11 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int, form: str) 
     except InputError as error:
         if case.killed or not {"strategy=single", "strategy=ddp"}.isdisjoint(case.overrides):
             raise
-        verdict, sentence = REFUSED, f"without {case.name}: {error}"
+        verdict, sentence = VERDICT_REFUSED, f"without {case.name}: {error}"
     except LockstepError as error:
         if error.exit_code not in OF_FAILURES or "strategy=single" in case.overrides:
             raise
-        verdict, sentence = FAILED, str(error)
+        verdict, sentence = VERDICT_FAIL, str(error)
     if form == "table":
         log.show(f"  {sentence}")
     return verdict

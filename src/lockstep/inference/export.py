@@ -41,7 +41,7 @@ from lockstep.training.trained import find_weights
 
 # The most that a logit may differ, and as shares of the largest logit: an exporter sums in another order and folds
 # batch norm into weights, and a model that has hardly trained can have large logits, or amplify roundings.
-TOLERANCE, SHARE, LARGEST_SHARE = 1e-4, 1e-5, 1e-3
+TOLERANCE, SHARE_OF_LARGEST, LARGEST_SHARE = 1e-4, 1e-5, 1e-3
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20
 OF_SUFFIX = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # the format of a file
@@ -66,7 +66,7 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
         say_which(file, predictor.card)
         export_folder(predictor, run_of(file), Path(out) if out is not None else file.with_name("timm"))
         return
-    target = Path(out) if out is not None else file.with_suffix(FORMATS[kind].suffix)
+    target = Path(out) if out is not None else file.with_suffix(EXPORT_FORMATS[kind].suffix)
     check_out(target)
     if (usual := OF_SUFFIX.get(target.suffix, kind)) != kind:
         raise InputError(f"--out is {target}, and --to {kind} writes another kind of file: --to {usual}")
@@ -154,7 +154,7 @@ def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
     return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
 
-FORMATS = {
+EXPORT_FORMATS = {
     "onnx": Format(".onnx", _write_onnx, _read_onnx),
     "torch": Format(".pt2", _write_torch, lambda path: torch.export.load(path).module()),
 }
@@ -167,7 +167,7 @@ def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str,
         predictor: the model, on the CPU, in float32.
         stored: the images to compare the logits on, uint8 (B, C, H, W).
         path: the file, which is replaced if it exists.
-        kind: a key of `FORMATS`, whose packages are installed.
+        kind: a key of `EXPORT_FORMATS`, whose packages are installed.
         floats: whether the input is float32 pixels from 0 to 1 instead of uint8 pixels from 0 to 255.
 
     Raises:
@@ -175,7 +175,7 @@ def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str,
         LockstepError: the logits differ by more than `TOLERANCE`, and by more than `LARGEST_SHARE` of the largest.
         StorageError: the file cannot be written.
     """
-    form, module = FORMATS[kind], _PixelsToLogits(predictor, floats=floats).eval()
+    form, module = EXPORT_FORMATS[kind], _PixelsToLogits(predictor, floats=floats).eval()
     images = stored.float() / 255 if floats else stored
     expected = _compared(predictor.logits, stored)
     with storing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
@@ -194,7 +194,7 @@ def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str,
         differs = f"the logits of the exported model differ by {difference:.1e} from the model's own"
         if not difference <= max(TOLERANCE, LARGEST_SHARE * largest) < math.inf:
             raise LockstepError(f"--to {kind}: {differs}, the largest of which is {largest:.2g}; nothing was written")
-        if difference > max(TOLERANCE, SHARE * largest):
+        if difference > max(TOLERANCE, SHARE_OF_LARGEST * largest):
             log.show_warning(f"{differs}: this model amplifies roundings; a longer training usually ends that")
         sync(temporary)
         temporary.replace(path)

@@ -18,7 +18,7 @@ from lockstep.core.errors import InputError, StorageError, out_of_memory, reason
 from lockstep.core.model_card import Shape
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
-from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
+from lockstep.data.datasets.photos import PILLOW_FORMATS, orientation_of, to_rgb, upright
 
 # An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
 # tensor (C, H, W).
@@ -113,7 +113,7 @@ def _bytes(image: bytes | Image.Image) -> bytes:
     if isinstance(image, bytes):
         return image
     # Nobody can have changed an image that Pillow has not decoded yet, so it is read as its file is.
-    if getattr(image, "tile", None) and image.format in (*FORMATS, "MPO") and image.tell() == 0:
+    if getattr(image, "tile", None) and image.format in (*PILLOW_FORMATS, "MPO") and image.tell() == 0:
         image.fp.seek(0)  # type: ignore[attr-defined]
         content: bytes = image.fp.read()  # type: ignore[attr-defined]
         ImageFile.of(content)  # refuses what would take too long to load

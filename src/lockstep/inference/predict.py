@@ -24,7 +24,7 @@ from lockstep.training.trained import find_weights
 
 AT_ONCE = 32  # images in one batch of the model
 USUAL_TOP = 3  # classes of an image
-MOST = 24  # columns for the name of a class
+WIDEST_NAME = 24  # columns for the name of a class
 Answer = tuple[Any, ...]  # number and name of a class, its probability and log-odds; or of a value, and it (NumPy's)
 Results = Iterator[tuple[Path, list[Answer]]]
 
@@ -134,7 +134,7 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
 def _table(paths: Sequence[Path], results: Results, targets: str, names: Sequence[str]) -> Iterator[str]:
     """Lines with the classes or values of each image, and a line with the number of images of each class."""
     width, counts = max((cell_len(_shown(path)) for path in paths), default=0), Counter[str]()
-    name_width = min(MOST, max(map(cell_len, names)))
+    name_width = min(WIDEST_NAME, max(map(cell_len, names)))
     number = 0
     for path, answers in results:
         cells = [(escaped(name, keep=""), figure) for _, name, figure, *_ in answers]

@@ -37,8 +37,8 @@ from lockstep.training.predictions import MATRIX_CLASSES, counts_by_class
 
 BY_LABEL = ("precision", "recall")  # only in the table, in addition to the metrics of the run
 TASKS: Mapping[str, Task] = {CLASSES: Multiclass(), LABELS: Multilabel(), VALUES: Regression()}
-OUTPUT = {CLASSES: "class", LABELS: "label", VALUES: "value"}
-SHOWN = 10  # the largest number of classes in the table
+OUTPUT_COLUMN = {CLASSES: "class", LABELS: "label", VALUES: "value"}
+MOST_CLASS_ROWS = 10  # the largest number of classes in the table
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ class Evaluation:
 
     def show(self) -> None:
         """Show the scores by class, label or value: of many classes, those with the lowest top-1."""
-        output, rows = OUTPUT[self.card.targets], self.rows
+        output, rows = OUTPUT_COLUMN[self.card.targets], self.rows
         title = f"each {output}:"
         if self.card.targets == CLASSES:
             rows = sorted((row for row in rows if row["images"]), key=lambda row: row["top1"])
-            title = title if len(rows) <= SHOWN else f"the {SHOWN} classes with the lowest top-1:"
-            rows = rows[:SHOWN]
+            title = title if len(rows) <= MOST_CLASS_ROWS else f"the {MOST_CLASS_ROWS} classes with the lowest top-1:"
+            rows = rows[:MOST_CLASS_ROWS]
         log.show(title)
         show_figures(output, "name", rows, [*self.rows[0]][2:])
 

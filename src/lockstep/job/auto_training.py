@@ -19,7 +19,7 @@ from lockstep.training.resolved_job import ResolvedJob
 
 LONGER = 3  # times as many epochs from random weights
 FROZEN, PATIENCE = "10%", "50%"  # of the run: with frozen layers, and without a better score
-LEAST = 4  # epochs of a run with patience
+LEAST_EPOCHS = 4  # epochs of a run with patience
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def by_images(job: Job, images: int | None = None) -> Job:
     train = replace(job.train, ema=choices.ema) if job.train.ema == AUTO else job.train
     train = replace(train, mixup=choices.mixup) if train.mixup == AUTO else train
     if train.patience == AUTO:  # half of a run of few evaluations would end it at once
-        train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST else None)
+        train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST_EPOCHS else None)
     return replace(job, epochs=epochs, train=train)
 
 

@@ -21,7 +21,7 @@ from lockstep.core.run import Run, read_overrides
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import read_if_exists
 
-SHOWN = 4
+MOST_KEYS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +234,9 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
     ]
     if different:
         changes = [
-            f"{key} was {stored_values[key]!r} and is {composed_values.get(key)!r}" for key in different[:SHOWN]
+            f"{key} was {stored_values[key]!r} and is {composed_values.get(key)!r}" for key in different[:MOST_KEYS]
         ]
-        more = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        more = f", and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
         settable = [key for key in different if key in composed_values and not key.endswith("_target_")]
         words = shell_command(override(key, stored_values[key]) for key in settable)
         raise InputError(

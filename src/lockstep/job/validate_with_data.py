@@ -21,9 +21,9 @@ from lockstep.training.patience import Patience
 from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, plan_of
 
 FLOAT32 = 4  # bytes
-FEW = 3  # classes that a sentence names
-TRIED = 4096  # images, from all parts of a split, that usually show that a metric has a value
-LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make
+NAMED_CLASSES = 3  # classes that a sentence names
+TRIED_LABELS = 4096  # images, from all parts of a split, that usually show that a metric has a value
+LARGE_SIDE = 1024  # the side of images for which the layers of some networks of timm take long to make
 
 
 def check_plan(job: ResolvedJob) -> Plan:
@@ -56,7 +56,7 @@ def check_plan(job: ResolvedJob) -> Plan:
 def check_memory(job: ResolvedJob, plan: Plan) -> None:
     """Refuse a job that does not fit into memory: the kernel would kill its processes without a message."""
     on_cpu = job.device == "cpu"
-    if not job.model.has_usual_size or max(job.dataset.input_shape) > LARGE:  # to import timm takes seconds
+    if not job.model.has_usual_size or max(job.dataset.input_shape) > LARGE_SIDE:  # to import timm takes seconds
         copies = local_size(job.launcher.ranks) * (1 + on_cpu)  # the gradients are on the device
         check_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
     for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
@@ -85,7 +85,7 @@ def check_monitor(job: ResolvedJob) -> None:
     known = ["loss", *job.task.counted, *(name for name in job.metric if name not in by_class)]
     of_classes = [f"{metric}/{output}" for metric in job.metric if metric in by_class for output in outputs]
     if name not in (*known, *of_classes):
-        few = of_classes[:FEW]
+        few = of_classes[:NAMED_CLASSES]
         more = " and so on for each class" * (len(of_classes) > len(few))
         metric, by_output = name.partition("/")[::2]
         has_average = by_output and metric in job.metric and job.metric[metric].average not in ("", "none")
@@ -97,7 +97,7 @@ def check_monitor(job: ResolvedJob) -> None:
     if name.partition("/")[0] not in job.metric:
         return
     labels, targets = job.dataset.eval().labels, job.task.targets
-    if not any(has_value(job, name, tried) for tried in (labels[:: max(1, len(labels) // TRIED)], labels)):
+    if not any(has_value(job, name, tried) for tried in (labels[:: max(1, len(labels) // TRIED_LABELS)], labels)):
         present = labels.unique().numel() if targets == CLASSES else int((labels > 0.5).any(0).sum())
         of_outputs = f" ({present} of {job.dataset.classes} {targets})" * (targets != VALUES)
         raise InputError(

@@ -30,7 +30,7 @@ ONLY = "0"  # the attempt of ranks that no agent starts again
 # Keys of the store: who a rank of an attempt is, main's answer with the folder, and whether a rank sees the folder.
 ARRIVED, ANSWER, SEEN = "lockstep/arrived/{}/{}", "lockstep/run_dir/{}", "lockstep/run_dir/{}/seen/{}"
 # Keys of an agent's store: the name of a rank, the attempt that main invites a name to, the folder of all attempts.
-NAME, INVITED, FOLDER = "lockstep/name/{}", "lockstep/invited/{}", "lockstep/folder"
+NAME_KEY, INVITED_KEY, FOLDER_KEY = "lockstep/name/{}", "lockstep/invited/{}", "lockstep/folder"
 
 
 class Followers:
@@ -54,13 +54,13 @@ class Followers:
                     "use the same for each"
                 )
         find_local_ranks(self.store, self.attempt)
-        self.earlier = _value(self.store, FOLDER) or self.earlier
+        self.earlier = _value(self.store, FOLDER_KEY) or self.earlier
 
     def send(self, run_dir: RunDir) -> None:
         """Send them the run folder. Raises InputError if a machine does not see it."""
         self.have_folder = True
         if self.ranks:
-            self.store.set(FOLDER, str(run_dir.path))
+            self.store.set(FOLDER_KEY, str(run_dir.path))
             self.store.set(ANSWER.format(self.attempt), f"{OK} {run_dir.path}")
         for rank in self.ranks:
             look = partial(_value, self.store, SEEN.format(self.attempt, rank))
@@ -140,8 +140,8 @@ def _invitation(store: TCPStore) -> str:
     if not _agent_serves():
         return ONLY
     name = uuid4().hex
-    store.set(NAME.format(launched_place().rank), name)
-    return _wait_for_value(partial(_value, store, INVITED.format(name)), "main has not asked this rank to join")
+    store.set(NAME_KEY.format(launched_place().rank), name)
+    return _wait_for_value(partial(_value, store, INVITED_KEY.format(name)), "main has not asked this rank to join")
 
 
 def _arrive(store: TCPStore, attempt: str) -> None:
@@ -163,8 +163,8 @@ def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int]:
     """The machine and the WORLD_SIZE of a rank, when it is there."""
 
     def invited_and_there() -> str:
-        if name := _value(store, NAME.format(rank)):
-            store.set(INVITED.format(name), attempt)
+        if name := _value(store, NAME_KEY.format(rank)):
+            store.set(INVITED_KEY.format(name), attempt)
         return _value(store, ARRIVED.format(attempt, rank))
 
     missing = f"rank {rank} of {launched_place().size} has not joined"

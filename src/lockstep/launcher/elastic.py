@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from lockstep.config.options import option
 from lockstep.core import launch_env, log, plan
 from lockstep.core.errors import InputError, RankFailed, Stopped, reason_of
-from lockstep.core.fields import SHELL, TEXT, TIME, Check, personal, ranged, ruled
+from lockstep.core.fields import SHELL, TEXT, TIME_CHECK, Check, personal, ranged, ruled
 from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run_dir import RunDir
@@ -208,9 +208,9 @@ class Slurm(Spawn):
     cpus: int | None = ranged(None, least=1, most=65_536)  # cores of each machine
     memory: int | None = ranged(None, least=1, most=1_000_000)  # memory of each machine, in GB
     # time limit of the job, in whole minutes. A run that needs longer is saved and queued again
-    time: str = ruled("1h", TIME)
+    time: str = ruled("1h", TIME_CHECK)
     # how long before the time limit, or before a preemption, the run is saved and queued again
-    save_before: str = ruled("2min", TIME)
+    save_before: str = ruled("2min", TIME_CHECK)
     partition: str | None = ruled(None, TEXT)  # passed to `sbatch`
     account: str | None = ruled(None, TEXT)  # passed to `sbatch`
     qos: str | None = ruled(None, TEXT)  # passed to `sbatch`

@@ -1,7 +1,7 @@
 """The rank of this process. Keys: see `conf/launcher/`."""
 
 from lockstep.config.options import option
-from lockstep.core.fields import TIME, choice, ranged, ruled
+from lockstep.core.fields import TIME_CHECK, choice, ranged, ruled
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
@@ -18,7 +18,7 @@ class Inline(Launcher):
     backend: str = choice("auto", "auto", "nccl", "gloo")
     # the job ends as hanging after this long without progress, which is a finished step, micro-batch, evaluation
     # block or save. Before the first step, computing is progress too
-    timeout: str = ruled("10min", TIME)
+    timeout: str = ruled("10min", TIME_CHECK)
     # CPU threads per rank; `auto` shares the cores out evenly. A waiting thread gives up its core after about 250 us,
     # unless the environment has `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`
     threads: int | str = ranged("auto", least=1, most=1024, words=("auto",))

@@ -20,7 +20,7 @@ NORM_GROUPS = 8
 PATCH = 2  # side of a whitened patch, in pixels
 SAMPLE = 5000  # the most training images that the whitening is computed from
 SAMPLE_PIXELS = SAMPLE * 32**2  # and the most pixels in them: as floats they are 60 MB
-CHUNK = 500  # images that have their patches in memory at a time
+PATCH_CHUNK = 500  # images that have their patches in memory at a time
 # Added to the variances, so that directions of almost no variance are not amplified.
 VARIANCE_EPS = 5e-4
 LOGIT_SCALE = 1 / 9
@@ -208,7 +208,7 @@ def whitening_filters(images: Tensor) -> Tensor:
     channels = images.shape[1]
     size = channels * PATCH**2
     moments, count = torch.zeros((size, size), dtype=torch.float64), 0
-    for chunk in images.cpu().split(CHUNK):
+    for chunk in images.cpu().split(PATCH_CHUNK):
         patches = F.unfold(chunk.double(), PATCH).transpose(0, 1).flatten(1)
         moments += patches @ patches.T
         count += patches.shape[1]

@@ -15,7 +15,7 @@ from lockstep.models.zoo import built, cached_file, unreachable
 
 # Their second heads, for training alone, would make the output a tuple.
 TWO_HEADS = ("googlenet", "inception_v3")
-CLASSES = 1000  # of published weights
+PUBLISHED_CLASSES = 1000  # of published weights
 
 
 @option("model")
@@ -91,7 +91,7 @@ class Torchvision(Network):
             home = torch.get_default_device()
             with torch.device("cpu" if self.architecture.startswith("regnet") else home):
                 model: nn.Module = models.get_model(self.architecture, weights=weights, **options).to(home)
-            if weights is not None and classes != CLASSES:
+            if weights is not None and classes != PUBLISHED_CLASSES:
                 _replace_head(model, classes)
             return model
 

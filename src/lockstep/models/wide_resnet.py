@@ -10,7 +10,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.models.nets import Network
 
-GROUPS = (16, 32, 64)  # channels of the three groups of blocks, for width 1
+WIDTHS = (16, 32, 64)  # channels of the three groups of blocks, for width 1
 
 
 @option("model", "wide_resnet")
@@ -33,14 +33,14 @@ class WideResNet(Network):
             )
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        channels = [GROUPS[0], *(self.width * channels for channels in GROUPS)]
+        channels = [WIDTHS[0], *(self.width * channels for channels in WIDTHS)]
         blocks = [
             Block(inputs if number == 0 else outputs, outputs, 2 if number == 0 and group else 1, self.dropout)
             for group, (inputs, outputs) in enumerate(itertools.pairwise(channels))
             for number in range((self.depth - 4) // 6)
         ]
         head = (nn.BatchNorm2d(channels[-1]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        network = nn.Sequential(_conv(input_shape[0], GROUPS[0], 3), *blocks, *head, nn.Linear(channels[-1], classes))
+        network = nn.Sequential(_conv(input_shape[0], WIDTHS[0], 3), *blocks, *head, nn.Linear(channels[-1], classes))
         nn.init.zeros_(network[-1].bias)  # type: ignore[arg-type]
         return network
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lockstep.core.model import is_sharded, own_parts
 
 Group = dict[str, Any]
-SLOW, STEPS = "lookahead_slow", "lookahead_steps"  # entries of the state
+SLOW_KEY, STEPS_KEY = "lookahead_slow", "lookahead_steps"  # entries of the state
 
 
 class Tensors(NamedTuple):
@@ -169,17 +169,17 @@ class _Lookahead(Optimizer):
         """Step the weights; at every k-th step, set them to slow weights that have moved towards them by `alpha`."""
         stepped = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         # Add them after the step, because an optimizer takes an empty state for a new parameter's.
-        begun = {weight: weight.detach().clone() for weight in stepped if SLOW not in self.state.get(weight, ())}
+        begun = {weight: weight.detach().clone() for weight in stepped if SLOW_KEY not in self.state.get(weight, ())}
         super().step(closure)
         for weight, slow in begun.items():
-            self.state[weight] |= {SLOW: slow, STEPS: 0}
+            self.state[weight] |= {SLOW_KEY: slow, STEPS_KEY: 0}
         due = []
         for weight in stepped:
-            self.state[weight][STEPS] += 1
-            if self.state[weight][STEPS] % self.k == 0:
+            self.state[weight][STEPS_KEY] += 1
+            if self.state[weight][STEPS_KEY] % self.k == 0:
                 due.append(weight)
         if due:
-            slow_parts, parts = own_parts(self.state[weight][SLOW] for weight in due), own_parts(due)
+            slow_parts, parts = own_parts(self.state[weight][SLOW_KEY] for weight in due), own_parts(due)
             torch._foreach_add_(slow_parts, torch._foreach_sub(parts, slow_parts), alpha=self.alpha)
             torch._foreach_copy_(parts, slow_parts)
 
@@ -190,5 +190,5 @@ def with_lookahead(optimizer: Optimizer, k: int, alpha: float) -> Optimizer:
     optimizer.__class__ = type(original.__name__, (_Lookahead, original), {"k": k, "alpha": alpha})
     for weight, entries in optimizer.state.items():  # of an optimizer that has state before its first step
         assert isinstance(weight, Tensor)
-        entries |= {SLOW: weight.detach().clone(), STEPS: 0}
+        entries |= {SLOW_KEY: weight.detach().clone(), STEPS_KEY: 0}
     return optimizer

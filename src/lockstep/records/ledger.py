@@ -37,7 +37,7 @@ from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
 
 VERSION = 1
-JOBS, BEST = "jobs", "best"
+JOBS, BEST_FILE = "jobs", "best"
 DIFFERENCES_SHOWN = 3
 
 
@@ -185,13 +185,13 @@ class Ledger:
         """Name the folder of the best job in the file `best`, of the first of equal ones."""
         best = best_of(self.records(), self.identity().direction)
         if best is not None and best.folder != self.best:
-            write_atomic(self.folder / BEST, f"{best.folder}\n")
+            write_atomic(self.folder / BEST_FILE, f"{best.folder}\n")
 
     @property
     def best(self) -> str:
         """The name of the folder of the best job; empty before there is one."""
         with suppress(UnreadableFile):
-            return safe_read.read_name(self.folder / BEST)
+            return safe_read.read_name(self.folder / BEST_FILE)
         return ""
 
     def read(self, record: Record) -> Record:

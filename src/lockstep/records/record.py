@@ -14,7 +14,7 @@ from lockstep.config.commands import key_of
 from lockstep.config.roles import is_sample
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction, Directions, Monitor, direction_in, figure_name, figure_parts, name_of
-from lockstep.core.run import TEST, Run, State, born
+from lockstep.core.run import TEST_SCORES, Run, State, born
 from lockstep.core.safe_read import UnreadableFile, is_number, opened
 from lockstep.core.tags import METRIC, STEP_MS, TAGS
 
@@ -120,12 +120,12 @@ def head(name: str, score: str, directions: Directions) -> str:
 
 def columns_of(runs: Iterable[Run]) -> list[str]:
     """The columns of these runs: the score, the metrics that some have, and at last the test split."""
-    return [SCORE, *sorted(dict.fromkeys(name for run in runs for name in run.columns), key=TEST.__eq__)]
+    return [SCORE, *sorted(dict.fromkeys(name for run in runs for name in run.columns), key=TEST_SCORES.__eq__)]
 
 
 def cells(figures: Mapping[str, Any], names: Iterable[str], score: str) -> list[str]:
     """These columns of a row as texts, where the score is the figure `score`."""
-    return [score_text(figures.get(name), score if name in (SCORE, TEST) else name) for name in names]
+    return [score_text(figures.get(name), score if name in (SCORE, TEST_SCORES) else name) for name in names]
 
 
 def swept_keys(jobs: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import Role, leaves
 from lockstep.core.monitor import Direction, Directions, Monitor, direction_in
 from lockstep.core.named_paths import pointed
-from lockstep.core.run import TEST, Run, State
+from lockstep.core.run import TEST_SCORES, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import Setting
 from lockstep.records.ledger import Ledger, record_of
@@ -298,7 +298,7 @@ def check_columns(flag: str, columns: Sequence[str], rows: Sequence[Row]) -> Non
 
 def column_direction(name: str, score: Direction, directions: Directions) -> Direction:
     """Which values of a column come first: better figures, smaller values of anything else."""
-    return score if name in (SCORE, TEST) else direction_in(directions, name) or Direction.minimize
+    return score if name in (SCORE, TEST_SCORES) else direction_in(directions, name) or Direction.minimize
 
 
 def is_below(key: str, heads: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ from itertools import takewhile
 
 from lockstep.core import log
 from lockstep.core.monitor import Directions, Monitor, figure_text
-from lockstep.core.run import TEST, Run
+from lockstep.core.run import TEST_SCORES, Run
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, column_of_settings, show_table
 from lockstep.records.record import SCORE, columns_of, directions_of, head, score_text
@@ -26,7 +26,7 @@ def columns_of_keys(rows: Sequence[Row], keys: Iterable[str], names: Sequence[st
 
 def column_of_figure(rows: Sequence[Row], name: str, monitor: Monitor, directions: Directions) -> Column:
     """The column of a figure: the mean and the spread of each row; the best as shown are bold, unless all are."""
-    figure = monitor.name if name in (SCORE, TEST) else name
+    figure = monitor.name if name in (SCORE, TEST_SCORES) else name
     texts = [[score_text(row.get(key), figure) for key in (name, spread_of(name))] for row in rows]
     direction = column_direction(name, monitor.direction, directions)
     gains = {number: direction.gain(row[name]) for number, row in enumerate(rows) if row.get(name) is not None}

@@ -16,8 +16,8 @@ from lockstep.core.tags import BLUE, FIGURES, METRIC, Figure
 from lockstep.telemetry import pictures
 from lockstep.telemetry.pictures import COLOURS
 
-SHOWN = 20  # curves of a chart, and charts of single figures
-POINTS = 400  # of a curve: more are averaged
+MOST_CURVES = 20  # curves of a chart, and charts of single figures
+CURVE_POINTS = 400  # of a curve: more are averaged
 LEFT, RIGHT, TOP, BOTTOM = 54, 432, 8, 226  # edges of a chart's plot, in units of its 440x250 view box
 Curve = tuple[str, str, Sequence[float], Sequence[float]]  # its label and colour, x and y
 Charts = dict[str, list[Figure]]  # the figures of each chart, by its title
@@ -53,7 +53,7 @@ def learning_titles(run: Run) -> Charts:
         title: [*telling({row.tag: row for row in rows}, run.classes).values()]
         for title, rows in charts_of("Learning").items()
     }
-    return single(monitored) | curves | single(others[:SHOWN]) | charts_of("Optimisation")
+    return single(monitored) | curves | single(others[:MOST_CURVES]) | charts_of("Optimisation")
 
 
 def charts(figures: Figures, titles: Charts) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,12 +63,12 @@ def charts(figures: Figures, titles: Charts) -> Iterator[tuple[str, dict[str, An
     for title, rows in titles.items():
         matches = [(tag, row) for tag, row in itertools.product(tags, rows) if row.covers(tag)]
         lines: list[Curve] = []
-        for tag, row in matches[:SHOWN]:
+        for tag, row in matches[:MOST_CURVES]:
             points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
             colour = row.colour or COLOURS[len(lines) % len(COLOURS)]
             lines.append((row.curve or tag.partition("/")[2], colour, *zip(*points, strict=True)))
         if drawn := line_chart(lines):
-            more = f" (the first {SHOWN} of {len(matches):,})" if len(matches) > SHOWN else ""
+            more = f" (the first {MOST_CURVES} of {len(matches):,})" if len(matches) > MOST_CURVES else ""
             yield title + more, drawn
 
 
@@ -116,13 +116,13 @@ def _axis(
 
 
 def _averaged(values: Sequence[float]) -> list[float]:
-    """The means of at most `POINTS` parts of the values."""
-    return [float(part.mean()) for part in np.array_split(np.asarray(values, float), min(POINTS, len(values)))]
+    """The means of at most `CURVE_POINTS` parts of the values."""
+    return [float(part.mean()) for part in np.array_split(np.asarray(values, float), min(CURVE_POINTS, len(values)))]
 
 
 def charts_of_predictions(predictions: Predictions) -> Iterator[tuple[str, str]]:
     if predictions.targets == LABELS and predictions.curves:
         yield "Precision over recall", pictures.precision_over_recall(predictions)
-    for value, name in enumerate(predictions.names[: min(SHOWN, len(predictions.points))]):
+    for value, name in enumerate(predictions.names[: min(MOST_CURVES, len(predictions.points))]):
         title = "Predicted against true" + f": {name}" * (len(predictions.names) > 1)
         yield title, pictures.against_true(predictions, value)

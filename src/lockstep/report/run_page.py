@@ -33,7 +33,7 @@ from lockstep.core.run import Run
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.tags import CPU, EPOCH_LOSS, FIGURES, GPU, LOSS, METRIC, TOP1, TRAIN_LOSS, part_words
-from lockstep.report.charts import SHOWN, USAGE, charts, charts_of_predictions, learning_titles
+from lockstep.report.charts import MOST_CURVES, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry import pictures
 from lockstep.telemetry.progress import format_duration, format_timestamp
 
@@ -145,7 +145,7 @@ def _scores(run: Run) -> dict[str, Any]:
         for name in {**scores, **test}
     ]
     note = "" if test else chosen_on_itself(run.composed.get("dataset") or {})
-    return {"rows": rows[:SHOWN], "test": bool(test), "note": note} if rows else {}
+    return {"rows": rows[:MOST_CURVES], "test": bool(test), "note": note} if rows else {}
 
 
 def _headline(run: Run) -> str:
@@ -191,7 +191,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         + number(facts.get("best_step"), ",", before=" at step "),
         **{f"last {words[name]}": figure(name, values[0]) for name, values in final.items() if values},
         "last training loss": number(last.get(EPOCH_LOSS, last.get(TRAIN_LOSS)), ".4f"),
-        **{f"last {name_of(tag)}": number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
+        **{f"last {name_of(tag)}": number(last[tag], ".4g") or "–" for tag in metrics[:MOST_CURVES]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": format_timestamp(started or 0),
         "duration": format_duration(seconds) if seconds else "",
@@ -228,7 +228,7 @@ def _predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
     if len(rows) > TABLE_CLASSES:
         rows = sorted(rows, key=lambda row: 101.0 if row[3] == "–" else float(row[3]))[:TABLE_CLASSES]
     matrix = np.array(predictions.confusion)
-    few = len(names) <= pictures.NAMED and len(matrix) > 0
+    few = len(names) <= pictures.MOST_WITH_COUNTS and len(matrix) > 0
     shares = (matrix / np.maximum(matrix.sum(1, keepdims=True), 1)).clip(0, 1) ** 0.5 if few else []
     classes = predictions.targets == CLASSES
     return {

@@ -18,7 +18,7 @@ from lockstep.core.safe_write import write_atomic
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import SCORE, Record, best_of, cells, columns_of, directions_of, head, swept_keys, varied
 from lockstep.records.runs import JobRun, groups
-from lockstep.report.charts import SHOWN, Curve, line_chart
+from lockstep.report.charts import MOST_CURVES, Curve, line_chart
 from lockstep.report.run_page import number, rendered
 from lockstep.telemetry import pictures
 
@@ -142,15 +142,16 @@ def _curves(
     records: Sequence[Record], jobs: Mapping[int, Run], monitor: Monitor
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The score of each job at its evaluations; the best job, which is the first, has a wider line."""
-    colours = itertools.cycle(colour for colour in pictures.COLOURS if colour != pictures.BEST)
+    colours = itertools.cycle(colour for colour in pictures.COLOURS if colour != pictures.BEST_COLOUR)
     lines: list[Curve] = []
-    for place, record in enumerate(records[:SHOWN]):
+    for place, record in enumerate(records[:MOST_CURVES]):
         if points := jobs[record.number].series(*jobs[record.number].monitor.tags):
             steps, values = zip(*points, strict=True)
-            label, colour = (f"job {record.number}", next(colours)) if place else ("best", pictures.BEST)
+            label, colour = (f"job {record.number}", next(colours)) if place else ("best", pictures.BEST_COLOUR)
             lines.append((label, colour, steps, values))
     if chart := line_chart(lines):
-        yield f"{head(SCORE, monitor.name, {})} of each job" + f" (the best {SHOWN})" * (len(records) > SHOWN), chart
+        few = f" (the best {MOST_CURVES})" * (len(records) > MOST_CURVES)
+        yield f"{head(SCORE, monitor.name, {})} of each job{few}", chart
 
 
 def _importance(records: Sequence[Record], swept: Sequence[str]) -> Iterator[tuple[str, float]]:

@@ -13,7 +13,7 @@ from lockstep.report.run_page import run_page
 from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.local_server import HTML, LocalServer, Receive, Refused
 
-REFRESH_S = 5
+PAGE_REFRESH_S = 5
 UNFINISHED = (State.waiting, State.running)
 
 
@@ -56,6 +56,6 @@ class WatchServer(LocalServer):
             folder = folder / name
         elif ledger.exists:
             running = any(record.present_state in UNFINISHED for record in ledger.records())
-            return sweep_page(ledger, refresh=REFRESH_S if running else None)
+            return sweep_page(ledger, refresh=PAGE_REFRESH_S if running else None)
         run = Run(folder)
-        return run_page(run, refresh=REFRESH_S if run.state in UNFINISHED else None)
+        return run_page(run, refresh=PAGE_REFRESH_S if run.state in UNFINISHED else None)

@@ -21,8 +21,8 @@ from PIL import Image
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # how it is read, and how it is written
 TORCH: Any = torch.backends
 # All of torch's number formats of float32 products: the older names (of `precision`) change several of these.
-FORMATS: tuple[Any, ...] = (TORCH, TORCH.cudnn, TORCH.cudnn.conv, TORCH.cudnn.rnn, TORCH.cuda.matmul)
-FORMATS += (TORCH.mkldnn, TORCH.mkldnn.conv, TORCH.mkldnn.rnn, TORCH.mkldnn.matmul)
+NUMBER_FORMATS: tuple[Any, ...] = (TORCH, TORCH.cudnn, TORCH.cudnn.conv, TORCH.cudnn.rnn, TORCH.cuda.matmul)
+NUMBER_FORMATS += (TORCH.mkldnn, TORCH.mkldnn.conv, TORCH.mkldnn.rnn, TORCH.mkldnn.matmul)
 # Runs hush these.
 LOGGERS = [logging.getLogger(name) for name in ("matplotlib", "mlflow", "torch.distributed.elastic")]
 
@@ -62,7 +62,7 @@ SETTINGS: tuple[Setting, ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (older_formats, set_older_formats),
-    *(attribute(part, "fp32_precision") for part in FORMATS),
+    *(attribute(part, "fp32_precision") for part in NUMBER_FORMATS),
     attribute(TORCH.cudnn, "benchmark"),
     attribute(Image, "MAX_IMAGE_PIXELS"),
     *(

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.model import model_mode, tensors_in
 
-SHOWN = 12  # the most places for a cut that an error names
+MOST_PLACES = 12  # the most places for a cut that an error names
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _locate(places: Sequence[CutPlace], entries: Sequence[str]) -> list[int]:
     for name in entries:
         if name not in numbers:
             free = [place.name for place in places if not place.obstacle]
-            shown = ", ".join(free[:SHOWN]) + ", ..." * (len(free) > SHOWN)
+            shown = ", ".join(free[:MOST_PLACES]) + ", ..." * (len(free) > MOST_PLACES)
             raise InputError(
                 f"strategy.cuts: the model runs no module {name!r}, expected some of {shown}."
                 f"{did_you_mean(name, list(numbers))}"

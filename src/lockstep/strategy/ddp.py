@@ -21,7 +21,7 @@ from lockstep.core.protocols import NO_CONTEXT, Optimizer
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, copy_back, flattened, rehearse
 
-LARGE = 2**16  # a gradient with at least this many elements gets its own all-reduce
+LARGE_GRADIENT = 2**16  # a gradient with at least this many elements gets its own all-reduce
 COMM_HOOKS = ("none", "fp16", "bf16")
 # Do not synchronise buffers in forward (`Strategy.share_buffers` does it). torch 2.15 renamed the argument.
 NO_BUFFERS: dict[str, Any] = {
@@ -171,7 +171,7 @@ class AllReduce(Distributed):
         gradients = [parameter.grad for parameter in replica.parameters() if parameter.grad is not None]
         small = []
         for gradient in gradients:
-            if gradient.numel() >= LARGE and gradient.is_contiguous():
+            if gradient.numel() >= LARGE_GRADIENT and gradient.is_contiguous():
                 dist.all_reduce(gradient)
             else:
                 small.append(gradient)

@@ -25,7 +25,7 @@ from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
-BEST = "green"
+BEST_STYLE = "green"
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Screen(Display):
 
     def evaluated(self, step: int, scores: Mapping[str, float], epoch: Window | None, *, best: bool) -> None:
         self.phase = ""
-        name, style = self.monitor.name, BEST if best else ""
+        name, style = self.monitor.name, BEST_STYLE if best else ""
         averaged = scores.get(AVERAGED.get(name, ""))
         own = "" if averaged is not None else style
         columns = [FigureColumn("val loss", f"{scores[VAL_LOSS]:.4f}", "", 2, own if name == LOSS else "")]

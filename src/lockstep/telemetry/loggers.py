@@ -29,8 +29,8 @@ PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
 EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70}
 # What MLflow refuses in a name: some characters, and what is not a relative path in its shortest form.
-REFUSED = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
-LONGEST = 230  # MLflow takes 250 characters
+NOT_FOR_MLFLOW = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
+LONGEST_NAME = 230  # MLflow takes 250 characters
 
 
 @option("logger")
@@ -59,7 +59,7 @@ class TensorBoard(Logger):
 
 def accepted(name: str) -> str:
     """A name without what MLflow refuses. One that differs ends with a hash, so that two names stay two."""
-    clean = re.sub(REFUSED, "_", name)[:LONGEST]
+    clean = re.sub(NOT_FOR_MLFLOW, "_", name)[:LONGEST_NAME]
     return name if clean == name else f"{clean}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
 
 

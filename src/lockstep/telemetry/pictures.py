@@ -18,12 +18,12 @@ from PIL import Image, ImageDraw
 from lockstep.core.errors import escaped
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import VALUES
-from lockstep.core.tags import BLUE, GREEN, GREY, ORANGE
+from lockstep.core.tags import BLUE, DARK_GREY, GREEN, ORANGE
 
 LINE_HEIGHT = 0.05  # of a label, as a share of an axis
 LABELLED = 10  # points
-COLOURS = (BLUE, ORANGE, GREEN, "#7570b3", "#e7298a", "#66a61e", "#e6ab02", GREY)
-BEST = ORANGE  # marks the best job of a sweep
+COLOURS = (BLUE, ORANGE, GREEN, "#7570b3", "#e7298a", "#66a61e", "#e6ab02", DARK_GREY)
+BEST_COLOUR = ORANGE  # marks the best job of a sweep
 STYLE: Any = {
     # A class may be called `$x$`. The browser draws the letters, so it needs no outlines of them.
     "text.parse_math": False,
@@ -37,9 +37,9 @@ STYLE: Any = {
     "axes.spines.right": False,
 }
 LINE = 13  # pixels of a line of text
-PAGE = 480  # pixels across a grid of small images; TensorBoard shows 300 without clicking
-NAMED = 20  # the most classes in a confusion matrix with names and counts
-CELL, LONGEST = 24, 80  # pixels of a cell with a count, and the most of a name
+GRID_PIXELS = 480  # pixels across a grid of small images; TensorBoard shows 300 without clicking
+MOST_WITH_COUNTS = 20  # the most classes in a confusion matrix with names and counts
+CELL, LONGEST_TITLE = 24, 80  # pixels of a cell with a count, and the most of a name
 _MEASURE = ImageDraw.Draw(Image.new("1", (1, 1)))  # measures texts
 
 
@@ -70,7 +70,7 @@ def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_lab
     """Points, the first one marked, and the labels of the first `LABELLED`."""
 
     def draw(axes: Any) -> None:
-        axes.scatter(x, y, color=[BEST] + [COLOURS[0]] * (len(x) - 1))
+        axes.scatter(x, y, color=[BEST_COLOUR] + [COLOURS[0]] * (len(x) - 1))
         for *point, label in [*zip(x, y, labels, strict=True)][:LABELLED]:
             axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
         axes.set(xlabel=x_label, ylabel=y_label)
@@ -135,7 +135,7 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
             share = (colour - least) / span
             heights = [height(column, value) for column, value in enumerate(row)]
             shade = (0.75 - 0.65 * share, 0.8 - 0.5 * share, 0.9 - 0.3 * share)
-            axes.plot(heights, color=BEST if share == 1 else shade)
+            axes.plot(heights, color=BEST_COLOUR if share == 1 else shade)
         for column, of in enumerate(values):
             axes.axvline(column, color="black", linewidth=0.8)
             lowest = math.inf
@@ -171,7 +171,7 @@ def sheet(
     """
     tiles = [None if image is None else as_image(image) for image in images]
     size = next(tile.size for tile in tiles if tile is not None)
-    factor = -(-(least or PAGE // columns) // max(size))
+    factor = -(-(least or GRID_PIXELS // columns) // max(size))
     width, height = (side * factor for side in size)
     lines = max((text.count("\n") + 1 for text in captions), default=0)
     top, step = (LINE + 4) * bool(heads), height + 4 + LINE * lines
@@ -209,8 +209,8 @@ def heat(predictions: Predictions) -> bytes:
     """The confusion matrix as PNG: a row for each true class, a column for each predicted one."""
     counts, names = np.array(predictions.confusion), predictions.names
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    named = len(names) <= NAMED
-    titles = [_fitting(_name(names, label), LONGEST) for label in range(len(names) if named else 0)]
+    named = len(names) <= MOST_WITH_COUNTS
+    titles = [_fitting(_name(names, label), LONGEST_TITLE) for label in range(len(names) if named else 0)]
     # The side of the margin: a line with what the axis is, and the longest name.
     margin = LINE + 8 + max((_width(title) for title in titles), default=0)
     cell = CELL if named else max(3, 300 // len(names))

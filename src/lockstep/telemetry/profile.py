@@ -17,12 +17,12 @@ from lockstep.core.model import forward_on_meta
 from lockstep.core.safe_write import make_folder, storing, write_atomic
 from lockstep.core.tags import MFU
 
-AFTER, STEPS = 50, 3  # the profile begins after so many steps, when the first ones' warm-up is over
+AFTER, PROFILED_STEPS = 50, 3  # the profile begins after so many steps, when the first ones' warm-up is over
 OPERATORS = 30  # rows of the table
 
 
 def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool) -> Iterator[Shard]:
-    """Pass shards on, and profile `STEPS` of this process's `total` steps; of few ones, those in the middle.
+    """Pass shards on, and profile `PROFILED_STEPS` of this process's `total` steps; of few ones, those in the middle.
 
     Writes `trace.json.gz` and `operators.txt` to `folder`.
     """
@@ -33,7 +33,7 @@ def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool)
         if number == first:
             profiler.start()
         yield shard
-        if number == first + STEPS - 1:
+        if number == first + PROFILED_STEPS - 1:
             if on_gpu:
                 torch.cuda.synchronize()
             profiler.stop()
@@ -44,7 +44,7 @@ def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool)
             own = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
             table = profiler.key_averages().table(sort_by=own, row_limit=OPERATORS)
             write_atomic(folder / "operators.txt", f"{table}\n")
-            log.say_row("profile", f"{STEPS} steps in {trace}, for chrome://tracing or ui.perfetto.dev")
+            log.say_row("profile", f"{PROFILED_STEPS} steps in {trace}, for chrome://tracing or ui.perfetto.dev")
 
 
 # Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data

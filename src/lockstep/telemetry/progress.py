@@ -15,7 +15,7 @@ from rich.text import Text
 from lockstep.core import log
 
 SILENCE_S = 30.0  # the longest time without a line, if the output is not a terminal
-GAP = "  "
+BAR_GAP = "  "
 ALWAYS = 9  # the priority of a column that is never dropped
 SHORTEST_BAR, LONGEST_BAR = 10, 24  # with the gap behind it
 
@@ -44,7 +44,7 @@ def fitting(columns: Sequence[FigureColumn], width: int | None) -> Text:
     """The columns in one line. The ones with the lowest priority are dropped until it has `width` cells at most."""
     shown = list(columns)
     while True:
-        line = Text(GAP).join(column.text() for column in shown)
+        line = Text(BAR_GAP).join(column.text() for column in shown)
         least_important = min(shown, key=lambda column: column.priority)
         if width is None or line.cell_len <= width or least_important.priority == ALWAYS:
             return line
@@ -55,10 +55,10 @@ def bar(share: float, room: int, *, unicode: bool) -> Text:
     """A bar that is filled to `share`, with a gap behind it; empty if there is too little space."""
     if room < SHORTEST_BAR:
         return Text()
-    width = min(LONGEST_BAR, room) - len(GAP)
+    width = min(LONGEST_BAR, room) - len(BAR_GAP)
     done = round(share * width)
     filled, empty = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
-    return Text.assemble((filled * done, "cyan"), (empty * (width - done), "bright_black"), GAP)
+    return Text.assemble((filled * done, "cyan"), (empty * (width - done), "bright_black"), BAR_GAP)
 
 
 def format_timestamp(seconds: float) -> str:

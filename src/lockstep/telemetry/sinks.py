@@ -95,7 +95,7 @@ def truncate_after(
     return file
 
 
-COLUMNS = {figure.tag: figure.column for figure in FIGURES if figure.column}
+CSV_COLUMNS = {figure.tag: figure.column for figure in FIGURES if figure.column}
 
 
 class CsvTable(TextFile):
@@ -124,8 +124,8 @@ class CsvTable(TextFile):
             is_metric = tag.startswith(METRIC)
             of_classes = [other for other in self.latest if is_metric and other.startswith(f"{tag}/")]
             tags += of_classes or [tag]
-        usual = {tag: name for tag, name in COLUMNS.items() if VAL_TOP1 in tags or not tag.startswith(ACCURACY)}
-        self.columns = {**usual, **{tag: name_of(tag) for tag in tags if tag not in COLUMNS}}
+        usual = {tag: name for tag, name in CSV_COLUMNS.items() if VAL_TOP1 in tags or not tag.startswith(ACCURACY)}
+        self.columns = {**usual, **{tag: name_of(tag) for tag in tags if tag not in CSV_COLUMNS}}
         before = _cells(next(iter(read_lines(self.path)), None) or "") if self.path.exists() else []
         before = before if before[:2] == ["step", "epoch"] else []
         # A resume may have other metrics.
@@ -139,7 +139,7 @@ class CsvTable(TextFile):
 
         header = csv_row(names) + "\n"
         self.file = truncate_after(
-            self.path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header, adapted
+            self.path, after, lambda line: place_of(int(line.partition(",")[0]), CSV_COLUMNS), header, adapted
         )
         self.writer = csv.writer(self.file, lineterminator="\n")
 

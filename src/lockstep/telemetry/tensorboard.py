@@ -40,8 +40,8 @@ FLUSH_S = 10
 PICTURES_S = 10  # between two evaluations with pictures, which take 20 ms to write
 TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
-VAL, VAL_EMA = "val", "val_ema"  # folders
-OWN = "Options"  # the category of the charts of figures that options log
+VAL_FOLDER, VAL_EMA_FOLDER = "val", "val_ema"  # folders
+OPTIONS_PAGE = "Options"  # the category of the charts of figures that options log
 TRAINED = re.compile(r"(loss|acc)/(train_epoch|train|val_ema|val)_?(.*)")
 
 
@@ -54,7 +54,7 @@ def curve_of(tag: str, folder: str) -> tuple[str, str]:
     if match := TRAINED.fullmatch(tag):
         kind, of, name = match.groups()
         own = "epoch" * (of == "train_epoch")
-        return VAL_EMA if of == VAL_EMA else folder, "/".join(filter(None, (kind, own, name)))
+        return VAL_EMA_FOLDER if of == VAL_EMA_FOLDER else folder, "/".join(filter(None, (kind, own, name)))
     return folder, f"system/{tag}" if tag.startswith((CPU, GPU)) else tag
 
 
@@ -68,7 +68,7 @@ def layout(tags: Iterable[str]) -> dict[str, dict[str, list[str]]]:
         tag = curve_of(figure.tag, "")[1] + ".*" * figure.tag.endswith("/")
         charts = pages.setdefault(figure.page, {}).setdefault(figure.title, [])
         charts += [tag] * (tag not in charts)
-    pages[OWN] = {tag: [re.escape(tag)] for tag in tags if is_own(tag)}
+    pages[OPTIONS_PAGE] = {tag: [re.escape(tag)] for tag in tags if is_own(tag)}
     return {page: charts for page, charts in pages.items() if page and charts}
 
 
@@ -103,7 +103,7 @@ class TensorBoardWriter(Observer):
         on_gpu = run.config.get("device") != "cpu"
         with self._tolerating_errors():
             training = self._writer()
-            self._writer(VAL)
+            self._writer(VAL_FOLDER)
             multiline = {
                 page: {chart: ["Multiline", tags] for chart, tags in charts.items()}
                 for page, charts in layout(run.tags).items()
@@ -129,7 +129,7 @@ class TensorBoardWriter(Observer):
             return
         # One record for all: `add_scalar` would wait for the writer's thread at each figure, in all 1.4 ms.
         values: dict[str, list[Any]] = {}
-        usual = VAL if place_of(step, scalars) > step else ""
+        usual = VAL_FOLDER if place_of(step, scalars) > step else ""
         for name, value in finite(scalars).items():
             folder, tag = curve_of(name, usual)
             values.setdefault(folder, []).append(self.summary.Value(tag=tag, simple_value=value))
@@ -145,7 +145,7 @@ class TensorBoardWriter(Observer):
             # HParams shows the last value of a curve, and sorts capitals first.
             with self._tolerating_errors():
                 best_one = self.summary.Value(tag=f"Best/{self.monitor.name}", simple_value=value)
-                add(self._writer(VAL), self.summary(value=[best_one]), step)
+                add(self._writer(VAL_FOLDER), self.summary(value=[best_one]), step)
 
     def _writer(self, folder: str = "") -> SummaryWriter:
         if folder not in self.writers:
@@ -175,7 +175,7 @@ class TensorBoardWriter(Observer):
             return
         step = predictions.step
         with self._tolerating_errors():
-            writer = self._writer(VAL)
+            writer = self._writer(VAL_FOLDER)
             if predictions.worst:
                 add_picture(writer, "images/worst", pictures.worst(predictions), step)
             if predictions.confusion:

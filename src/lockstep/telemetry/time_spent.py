@@ -21,9 +21,9 @@ from lockstep.core.world import World
 G = TypeVar("G")
 Stamp = Any  # seconds, or on a GPU a `torch.cuda.Event`
 LEAST_PERIOD = 20  # steps from one timed step to the next, at least: timing a step may take as long as a small step
-WARM_UP = 5  # the first steps of a process, which take extra time, are never timed
-STEPS = 10  # the last steps before a log point: they are judged together
-SHARE, FLOOR_S = 0.3, 0.01  # the least excess of a slow rank, as a share of a step and in seconds
+WARM_UP_STEPS = 5  # the first steps of a process, which take extra time, are never timed
+JUDGED_STEPS = 10  # the last steps before a log point: they are judged together
+SLOW_SHARE, FLOOR_S = 0.3, 0.01  # the least excess of a slow rank, as a share of a step and in seconds
 LEAST_TIMED = 3  # steps must have been timed before shares and their spread say anything about the others
 
 
@@ -110,7 +110,7 @@ class TimeSpent:
         self.parameters = [] if model is None else [*model.parameters()]
         self.on_gpu, self.reduces = device.type == "cuda", reduces
         self.period = max(LEAST_PERIOD, period)
-        self.next_step = None if model is None else self._following(first + WARM_UP)
+        self.next_step = None if model is None else self._following(first + WARM_UP_STEPS)
         self.clock = TrainingClock()
         self.timing = False
         self.marks: list[tuple[str, Stamp]] = []  # of the timed step: a part, and when it ended
@@ -231,8 +231,8 @@ class Stragglers:
     rank waits for another one; in backward all do. (With synchronised batch norm they wait in the forward pass
     already, so only slow data can be found; the stages of a pipeline wait there by design, and are not `comparable`.)
 
-    A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the median of the others, by `SHARE` of
-    a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only.
+    A rank is slow if, in all but one of `JUDGED_STEPS` steps, it is busy longer than the median of the others, by
+    `SLOW_SHARE` of a whole step and `FLOOR_S` seconds. It is named once. The ranks compare their times at log points.
     """
 
     def __init__(self, world: World, *, comparable: bool = True) -> None:
@@ -240,7 +240,7 @@ class Stragglers:
         self.comparable = comparable and world.size > 1
         self.busy = 0.0
         self.requested = time.perf_counter()
-        self.history: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        self.history: deque[tuple[float, float]] = deque(maxlen=JUDGED_STEPS)
         self.named: set[int] = set()
         self.behind, self.judged = 0.0, 0.0  # seconds of the judged steps: waiting for other ranks, and all
 
@@ -262,9 +262,9 @@ class Stragglers:
 
     def find(self) -> str:
         """A sentence that names a slow rank, or "". Collective."""
-        if not self.comparable or len(self.history) < STEPS:
+        if not self.comparable or len(self.history) < JUDGED_STEPS:
             return ""
-        times = torch.zeros(self.world.size, STEPS, 2, dtype=torch.float64, device=self.world.device)
+        times = torch.zeros(self.world.size, JUDGED_STEPS, 2, dtype=torch.float64, device=self.world.device)
         times[self.world.rank] = times.new_tensor(list(self.history))
         return self.judge(self.world.sum(times).cpu())
 
@@ -272,7 +272,7 @@ class Stragglers:
         """A sentence that names a slow rank, or "".
 
         Args:
-            times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and the busy seconds in it.
+            times: float64 (ranks, JUDGED_STEPS, 2), on the CPU: the seconds of each step, and the busy seconds in it.
         """
         whole, busy = times.unbind(2)
         own = self.world.rank
@@ -282,7 +282,7 @@ class Stragglers:
         other_ranks = torch.cat([busy[:slowest], busy[slowest + 1 :]])
         excess = (busy[slowest] - other_ranks.quantile(0.5, dim=0)).sort().values
         typical_s = float(whole[slowest].quantile(0.5))
-        if slowest in self.named or float(excess[1]) < max(FLOOR_S, SHARE * typical_s):
+        if slowest in self.named or float(excess[1]) < max(FLOOR_S, SLOW_SHARE * typical_s):
             return ""
         self.named.add(slowest)
         return (

@@ -14,7 +14,7 @@ from lockstep.core.model import has_shards, is_sound, own_parts
 from lockstep.core.world import World
 
 # A message to all ranks takes less than a millisecond, which is at most 1 % of a step of this many seconds.
-LONG_S = 0.1
+LONG_STEP_S = 0.1
 REMEDIES = "a smaller optimizer.lr, train.clip_norm=1 or schedule.warmup=5% are the usual remedies"
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -47,7 +47,7 @@ class StopConsensus:
     @property
     def can_wait(self) -> bool:
         """Whether waiting for all ranks is cheap: there is one rank, or steps are long. The same on all ranks."""
-        return self.world.size == 1 or (self.longest_s or 0.0) > LONG_S
+        return self.world.size == 1 or (self.longest_s or 0.0) > LONG_STEP_S
 
     def _read(self, requests: int) -> list[bool]:
         """The requests in the pending message; all False if no message is pending."""

@@ -30,8 +30,8 @@ from lockstep.training.trainer import Trainer
 # factor, because `amount` may round down.
 HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
 SIDE = 8  # of the small parameters over which an optimizer is tried
-NAMED = 5  # the most classes that are shown by name
-SHOWN = 0.01  # the smallest share of the time that is shown
+MOST_CLASS_NAMES = 5  # the most classes that are shown by name
+LEAST_SHARE = 0.01  # the smallest share of the time that is shown
 
 
 def _ranks(job: ResolvedJob, world: World) -> str:
@@ -199,7 +199,7 @@ def _place(source: Source) -> str:
 def _classes(job: ResolvedJob, data: TrainingData) -> str:
     """The outputs: how many, or a few by name, each class and label with its images to train on and to evaluate."""
     number, names, targets = job.dataset.classes, job.dataset.class_names, job.task.targets
-    if not names or number > NAMED:
+    if not names or number > MOST_CLASS_NAMES:
         return f"{number} {targets}" if number > 1 or targets == CLASSES else f"1 {targets.removesuffix('s')}"
     if targets == VALUES:
         return ", ".join(names)
@@ -236,7 +236,7 @@ def say_ending(
     tested_figures = telling(trainer.tested, job.dataset.classes).items()
     shown = (figure for figure in tested_figures if "/" not in figure[0] or figure[0] == name)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
-    parts = (f"{part_words(name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
+    parts = (f"{part_words(name)} {100 * share:.0f} %" for name, share in largest if share >= LEAST_SHARE)
     rows = {
         "scores": ", ".join(figure_text(figure, value) for figure, value in chosen.items() if value is not None),
         "test": ", ".join(figure_text(*figure) for figure in shown),

@@ -28,8 +28,8 @@ from lockstep.training.train_state import blank_labels, build_loss, build_state,
 from lockstep.training.train_step import TrainStep
 
 T = TypeVar("T")
-# The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
-FEW, LONG_S = 8, 1.0
+# The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_TRIAL_S seconds.
+FEW_EXAMPLES, LONG_TRIAL_S = 8, 1.0
 LAST = 2**40  # a step after which nothing thaws
 MARGIN = 1.2  # later steps may need a little more memory than the first, because of fragmentation
 
@@ -92,8 +92,8 @@ def training_rate(job: ResolvedJob, world: World) -> float | None:
         return None
     rate, micro_batch = 0.0, job.micro_batch(world.size)
     with trial(world.device):
-        for examples in dict.fromkeys((min(FEW, micro_batch), micro_batch)):
-            if not rate or examples / rate < LONG_S:
+        for examples in dict.fromkeys((min(FEW_EXAMPLES, micro_batch), micro_batch)):
+            if not rate or examples / rate < LONG_TRIAL_S:
                 if (seconds := stopwatch(job, world, examples)) is None:
                     return None
                 rate = examples / seconds()

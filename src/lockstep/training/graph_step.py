@@ -21,7 +21,7 @@ from lockstep.training.train_state import TrainState
 from lockstep.training.train_step import StepListener, TrainStep
 
 # Passes before a recording, as torch's notes on CUDA graphs advise: libraries allocate and choose kernels in them.
-WARM_UP = 3
+WARM_UP_PASSES = 3
 
 
 class CudaGraph:
@@ -35,7 +35,7 @@ class CudaGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
+            for _ in range(WARM_UP_PASSES):
                 function()
         torch.cuda.current_stream().wait_stream(stream)
 

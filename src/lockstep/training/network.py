@@ -35,7 +35,7 @@ from lockstep.stochastic.convert import untouched
 from lockstep.strategy.base import DataParallel
 
 BACKBONE = "backbone"  # all layers but the head, if no layer has this name
-SHOWN = 30
+MOST_LAYERS = 30
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _fits(name: str, pattern: str) -> bool:
 def _unknown(model: nn.Module, pattern: str) -> InputError:
     modules = {name: module for name, module in model.named_modules() if name and any(map(id, module.parameters()))}
     top = [f"{name} ({type(module).__name__})" for name, module in modules.items() if "." not in name]
-    shown = ", ".join(top[:SHOWN]) + ", ..." * (len(top) > SHOWN)
+    shown = ", ".join(top[:MOST_LAYERS]) + ", ..." * (len(top) > MOST_LAYERS)
     return InputError(
         f"train.freeze: {pattern!r} matches no layer of the model, expected {BACKBONE} (all but the head, "
         f"{' and '.join(head_layers(model)) or 'which it does not have'}), or layers by name, with * for any text: "

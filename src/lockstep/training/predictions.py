@@ -21,8 +21,8 @@ from lockstep.telemetry import pictures
 WORST = 12
 MATRIX_CLASSES = 100  # the most classes that have a confusion matrix, and labels that have an average precision
 CURVE_CLASSES = 20  # the most classes that have curves of precision and recall, and values that have points
-POINTS = 500  # of predicted and true values
-SIDE = 128  # the most pixels of a side of an image that is stored
+SCATTER_POINTS = 500  # of predicted and true values
+MOST_SIDE = 128  # the most pixels of a side of an image that is stored
 
 
 class CollectedPredictions(EvaluationObserver):
@@ -34,7 +34,7 @@ class CollectedPredictions(EvaluationObserver):
     def __init__(self, card: ModelCard, split: Split, world: World, observer: Observer) -> None:
         self.names = [as_unicode(name) for name in card.class_names or map(str, range(card.classes))]
         self.kind, self.split, self.world, self.observer = card.probabilities, split, world, observer
-        self.stride = math.ceil(len(split) / POINTS)
+        self.stride = math.ceil(len(split) / SCATTER_POINTS)
         self.start()
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class CollectedPredictions(EvaluationObserver):
         if not self.worst:
             return []
         losses, numbers, images, *answers = self.worst
-        stride = math.ceil(max(images.shape[-2:]) / SIDE)
+        stride = math.ceil(max(images.shape[-2:]) / MOST_SIDE)
         small, broken = images[..., ::stride, ::stride].cpu(), is_broken(answers[0]).tolist()
         columns = (losses.tolist(), numbers.tolist(), small, *(answer.tolist() for answer in answers))
         return [row for row, is_blank in zip(zip(*columns, strict=True), broken, strict=True) if not is_blank]

@@ -20,7 +20,7 @@ from lockstep.config.roles import fields_with
 from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import LONGEST, PATH, Component, Role, default_of, is_timed, rule_of
+from lockstep.core.fields import MOST_STEPS, PATH, Component, Role, default_of, is_timed, rule_of
 from lockstep.core.model_card import CROP, ModelCard
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Averaging, Plan, make_plan
@@ -152,7 +152,7 @@ def train_longer(job: ResolvedJob, plan: Plan, step: int = 0) -> str:
     if another cannot begin.
     """
     key, length, size = ("epochs", job.epochs, plan.steps_per_epoch) if job.steps is None else ("steps", job.steps, 1)
-    longer = min(LONGEST, 2 * max(length, math.ceil(step / size)))
+    longer = min(MOST_STEPS, 2 * max(length, math.ceil(step / size)))
     here, later = decisions(job, plan), decisions(job, replace(plan, total_steps=longer * size))
     of_average = job.train.swa_from is not None and averaging_of(later).remedies(averaging_of(here), step)
     return " ".join([f"{key}={longer}", *(of_average or [])[:1]])

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from lockstep.core.centre import Size, centre_start
 from lockstep.core.errors import check_installed
 from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH
-from lockstep.core.safe_read import LARGEST, check_size, stored
+from lockstep.core.safe_read import MOST_BYTES, check_size, stored
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.listing import Member
 
@@ -55,8 +55,8 @@ UNBOUNDED: dict[int, Callable[[], Any]] = {
     32946: zlib.decompressobj,
     34925: lzma.LZMADecompressor,
 }
-TO_8_BITS = "((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')"
-PIXELS = LARGEST // 8  # the most that an image may have, as no format needs more bytes for a pixel
+ARRAY_TO_8_BITS = "((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')"
+PIXELS = MOST_BYTES // 8  # the most that an image may have, as no format needs more bytes for a pixel
 SCANS, SCANNED = 16, 4 * PIXELS  # a JPEG may have more scans than cameras make, if they go over few pixels: 2 s
 # The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.
 EIGHTHS = (1, 2, 3, 4)
@@ -287,7 +287,7 @@ def _check_bands(shape: tuple[int, ...], dtype: np.dtype[Any], channels: int) ->
     if dtype != np.uint8:
         raise ValueError(
             f"its numbers are {dtype}, expected uint8; choose the values LOW and HIGH that are to be 0 and 255 in "
-            f"the whole data set, and save {TO_8_BITS}"
+            f"the whole data set, and save {ARRAY_TO_8_BITS}"
         )
 
 

@@ -44,7 +44,7 @@ from lockstep.data.loading.reading import in_order, read_images
 
 SPLITS = ("train", "val", "test")  # the last may be absent
 KINDS = ("images", "labels")
-CHUNK = 64  # images that a thread decodes at a time
+DECODE_CHUNK = 64  # images that a thread decodes at a time
 PARTIAL, LOCK = ".partial", ".lock"  # the suffix of a folder that a pack fills, and the file in it that it locks
 
 
@@ -262,7 +262,7 @@ def _whole_images(
     def decode(indices: range) -> tuple[range, ReadResult]:
         return indices, read_images(split, list(indices))
 
-    chunks = (range(start, min(start + CHUNK, len(split))) for start in range(0, len(split), CHUNK))
+    chunks = (range(start, min(start + DECODE_CHUNK, len(split))) for start in range(0, len(split), DECODE_CHUNK))
     for indices, (images, broken) in in_order(decode, chunks, workers=threads, prefetch=2):
         failures |= broken
         if len(failures) > skip:

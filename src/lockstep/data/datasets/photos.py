@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lockstep.core.errors import check_installed
 
 # The formats that Pillow alone reads, by its names. It reads the headers of all of them; no other decoder is tried.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "PPM", "TIFF", "AVIF")
+PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "PPM", "TIFF", "AVIF")
 BRANDS = 64  # a HEIC or AVIF file names its formats up to this byte, the main one first
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 # A file without these has no orientation. Searching for them is faster than Pillow, which decodes a whole PNG for it.
@@ -32,7 +32,7 @@ TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7
 # Tags of TIFF: whether zero is white, the bits of a number, and the sides of a tile.
 PHOTOMETRIC, BITS, TILE = 262, 258, (322, 323)
 WHITE_IS_ZERO = 0
-TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')).save('NAME.png')"
+PHOTO_TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')).save('NAME.png')"
 
 
 def opened_by_pillow(data: bytes) -> Any:
@@ -42,7 +42,7 @@ def opened_by_pillow(data: bytes) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF in each of thousands of files
-    formats: tuple[str, ...] = FORMATS
+    formats: tuple[str, ...] = PILLOW_FORMATS
     if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS and b"avif" not in data[:BRANDS]:
         check_installed("pillow_heif", "a HEIC photo", extra="photos")
         from pillow_heif import register_heif_opener
@@ -139,7 +139,7 @@ def _grey(image: Any) -> NDArray[np.uint8]:
         kind = "floats" if image.mode == "F" else "signed integers or integers of 32 bits"
         raise ValueError(
             f"its pixels are {kind}, and nothing says which value is white; choose the values LOW and HIGH that are "
-            f"to be black and white, and convert it with Pillow: {TO_8_BITS}"
+            f"to be black and white, and convert it with Pillow: {PHOTO_TO_8_BITS}"
         )
     values, tags = np.asarray(image), getattr(image, "tag_v2", {})
     grey = (values >> tags.get(BITS, (16,))[0] - 8).astype(np.uint8)

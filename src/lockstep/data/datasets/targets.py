@@ -21,7 +21,7 @@ SEPARATORS = ";|,/+& "  # what may stand between the labels of an image
 # Lists of Python, NumPy (without commas) and JSON (with escapes); tuples and sets only around quotes, or empty ones.
 LIST = re.compile(r"""\[.*\]|\(\s*['"].*\)|\{(\s*['"][^:]*)?\}|\(\)|set\(\)""", re.DOTALL)
 IN_LIST = re.compile(r"""\s*('[^']*'|"(?:[^"\\]|\\.)*"|[^,]+)""")
-LARGEST = 3e38  # a value in float32
+LARGEST_VALUE = 3e38  # a value in float32
 CLASSES_NAMED = 5  # the most classes that a note names
 SEPARATOR = Check(
     "from 1 to 10 characters in one line",
@@ -164,7 +164,7 @@ def as_numbers(
             )
         own = [_number(cell, words) for cell in row]
         for name, cell, number in zip(names, row, own, strict=True):
-            if not abs(number) <= LARGEST or (binary and number not in (0, 1)):
+            if not abs(number) <= LARGEST_VALUE or (binary and number not in (0, 1)):
                 raise InputError(
                     f"dataset: {place(example)} has {shown(cell)} for {shown(name)}, expected {expected}; correct it"
                 )

@@ -29,7 +29,7 @@ LIGHT_S = 40e-6  # reading an image in less time is mostly Python code: a second
 TRIAL_IMAGES, TRIAL_CHUNK, TRIAL_S = 256, 16, 0.3
 # Workers get 25 % headroom: decoding time varies from image to image.
 HEADROOM = 1.25
-TIMED, CHUNK = 64, 256  # images of a whole split: decoded to measure the speed, and decoded at a time
+TIMED, READ_CHUNK = 64, 256  # images of a whole split: decoded to measure the speed, and decoded at a time
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
@@ -125,7 +125,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
             broken |= decode(own_indices[start : start + TIMED])
             seconds = (time.perf_counter() - began) / TIMED
         remaining = own_indices[2 * TIMED :]
-        chunks = (remaining[start : start + CHUNK] for start in range(0, len(remaining), CHUNK))
+        chunks = (remaining[start : start + READ_CHUNK] for start in range(0, len(remaining), READ_CHUNK))
         for chunk_broken in in_order(decode, chunks, workers=threads if seconds > LIGHT_S else 1, prefetch=2):
             broken |= chunk_broken
     except InputError as error:

@@ -17,7 +17,7 @@ from lockstep.data.transforms import geometry as geo
 from lockstep.data.transforms import operations as to
 from lockstep.data.transforms.augment import COLOURED, CropFlip, RandomResizedCrop, images_have, listed
 from lockstep.data.transforms.operations import Step, operate_all
-from lockstep.data.transforms.steps import FIRST_DRAW, NAMES, STRONGEST, Size, sigma, table, whole
+from lockstep.data.transforms.steps import FIRST_DRAW, OP_OF_NAME, STRONGEST, ImageSize, sigma, table, whole
 
 TIMM_STRONGEST = 10
 
@@ -64,7 +64,7 @@ class Policy(RandomResizedCrop):
     def operated(self, images: Tensor, steps: Iterable[Step]) -> Tensor:
         return operate_all(images, steps, resample="bilinear", compiled=self.compile)
 
-    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+    def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         """The operations for images of a height and width."""
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class RandAugment(_Moving):
     ops: int = ranged(2, least=0, most=100)  # operations per image, one after another
     magnitude: int = ranged(9, least=0, most=STRONGEST)  # strength of the operations
 
-    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+    def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         choices = table("randaugment", size, draws.indices.device)
         for n in range(FIRST_DRAW, FIRST_DRAW + 2 * self.ops, 2):
             yield choices.step(whole(draws.uniform(n), 14), self.magnitude, draws.uniform(n + 1) < 0.5)
@@ -110,7 +110,7 @@ class TrivialAugment(_Moving):
     in torchvision, to the bit.
     """
 
-    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+    def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         place, up, magnitude = (draws.uniform(FIRST_DRAW + n) for n in range(3))
         choices = table("trivialaugment", size, draws.indices.device)
         yield choices.step(whole(place, 14), whole(magnitude, STRONGEST + 1), up < 0.5)
@@ -125,7 +125,7 @@ class AutoAugment(_Moving):
     # data set on which the policy was learnt: `imagenet`, `cifar10` or `svhn`
     policy: str = choice("imagenet", "imagenet", "cifar10", "svhn")
 
-    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+    def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         choices = table("autoaugment", size, draws.indices.device)
         pairs = _pairs(self.policy, draws.indices.device)[whole(draws.uniform(FIRST_DRAW), 25)]
         for n in range(2):
@@ -140,7 +140,7 @@ def _pairs(policy: str, device: torch.device) -> Tensor:
     """torchvision's pairs of a policy, (25, 2, 3): probability, place in the table, magnitude."""
     from torchvision.transforms import AutoAugment, AutoAugmentPolicy  # takes a second, and few runs need it
 
-    places = {name: place for place, name in enumerate(NAMES)}
+    places = {name: place for place, name in enumerate(OP_OF_NAME)}
     pairs = AutoAugment(AutoAugmentPolicy(policy)).policies
     return torch.tensor([[(share, places[name], bin or 0) for name, share, bin in pair] for pair in pairs]).to(device)
 
@@ -161,7 +161,7 @@ class TimmRandAugment(_Moving):
     resample: str = choice("bicubic", "bilinear", "bicubic")  # how shears, shifts and rotations mix pixels
     fill: list[int] = ranged([124, 116, 104], least=0, most=255)
 
-    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+    def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         ops, start, slope, truncated, signed = _timm(self.increasing, size, draws.indices.device)
         for n in range(FIRST_DRAW, FIRST_DRAW + 4 * self.ops, 4):
             place, up, chance, level = (draws.uniform(n + k) for k in range(4))
@@ -175,7 +175,7 @@ class TimmRandAugment(_Moving):
 
 
 @functools.cache
-def _timm(increasing: bool, size: Size, device: torch.device) -> tuple[Tensor, ...]:
+def _timm(increasing: bool, size: ImageSize, device: torch.device) -> tuple[Tensor, ...]:
     """timm's operations: amounts at 0, how much more at 10, whether that is truncated, and whether it has a sign."""
     blend = (0.0, 0.9, False, True) if increasing else (-0.9, 1.8, False, False)
     rows = {
@@ -225,7 +225,7 @@ class AugMix(_Moving):
             mixed.add_(shares[:, chain] * self.operated(images, steps))
         return mixed.to(torch.uint8)
 
-    def chain(self, draws: SampleRNG, size: Size, first: int) -> Iterator[Step]:
+    def chain(self, draws: SampleRNG, size: ImageSize, first: int) -> Iterator[Step]:
         """The operations of a chain: `depth`, or 1 to 3. Its random numbers begin at `first`."""
         choices = table("augmix", size, draws.indices.device)
         length = self.depth or whole(draws.uniform(first), 3) + 1
@@ -252,7 +252,7 @@ class ThreeAugment(Policy):
             )
         super().check_channels(channels)
 
-    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+    def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         place, blur = whole(draws.uniform(FIRST_DRAW), 3), sigma(draws.uniform(FIRST_DRAW + 1))
         op = torch.where(place == 0, to.COLOR, torch.where(place == 1, to.SOLARIZE, to.BLUR))
         yield op, torch.where(place == 0, -1.0, torch.where(place == 1, 128.0, blur))

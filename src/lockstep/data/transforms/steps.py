@@ -12,7 +12,7 @@ from lockstep.data.transforms import geometry as geo
 from lockstep.data.transforms import operations as to
 from lockstep.data.transforms.operations import Step
 
-Size = tuple[int, ...]  # height and width
+ImageSize = tuple[int, ...]  # height and width
 STRONGEST = 30  # the last of torchvision's 31 magnitudes
 FIRST_DRAW = 16  # the crop uses the sample's numbers before this one
 COLOUR_DRAW = 2**16  # changes of colour use those from here on
@@ -22,7 +22,7 @@ _NAMES = (
     "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Contrast Posterize Solarize AutoContrast Equalize"
 )
 _OPS = (*range(geo.IDENTITY, to.SOLARIZE + 1), to.AUTOCONTRAST, to.EQUALIZE, to.COLOR, to.SHARPNESS, to.INVERT)
-NAMES = dict(zip([*_NAMES.split(), "Color", "Sharpness", "Invert"], _OPS, strict=True))
+OP_OF_NAME = dict(zip([*_NAMES.split(), "Color", "Sharpness", "Invert"], _OPS, strict=True))
 
 
 class Table(NamedTuple):
@@ -39,7 +39,7 @@ class Table(NamedTuple):
 
 
 @functools.cache
-def table(policy: str, size: Size, device: torch.device) -> Table:
+def table(policy: str, size: ImageSize, device: torch.device) -> Table:
     """torchvision's magnitudes for images of a height and width. It computes them in float32."""
     (height, width), wide, mixed = size, policy == "trivialaugment", policy == "augmix"
     bins = 10 if policy in ("autoaugment", "augmix") else STRONGEST + 1
@@ -51,7 +51,7 @@ def table(policy: str, size: Size, device: torch.device) -> Table:
         geo.ROTATE: 135 if wide else 30,
         **dict.fromkeys((to.BRIGHTNESS, to.CONTRAST, to.COLOR, to.SHARPNESS), 0.99 if wide else 0.9),
     }
-    amounts = {op: torch.linspace(0, last.get(op, 0), bins) for op in NAMES.values()}
+    amounts = {op: torch.linspace(0, last.get(op, 0), bins) for op in OP_OF_NAME.values()}
     amounts[to.POSTERIZE] = (4 if mixed else 8) - (torch.arange(bins) / ((bins - 1) / (6 if wide else 4))).round()
     amounts[to.SOLARIZE] = torch.linspace(255, 0, bins)
     left_out = {"autoaugment": (), "augmix": (geo.IDENTITY, to.INVERT)}.get(policy, (to.INVERT,))
