@@ -46,12 +46,14 @@ def documents() -> set[str]:
     return {*PROJECT_DOCUMENTS, *(path.relative_to(ROOT).with_suffix("").as_posix() for path in paths)}
 
 
+@pytest.mark.slow
 def test_the_navigation_has_every_document(site: Path) -> None:
     page = (site / "index.html").read_text()
     sidebar = page.partition('class="sidebar-tree"')[2].partition("</aside>")[0]
     assert documents() - {"README"} == set(re.findall(r'href="([^"#]+)\.html"', sidebar))
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site: Path) -> None:
     """Those of the package, and those that the documents and the template import or name."""
     texts = [path.read_text() for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]]
@@ -67,6 +69,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert names <= {line.split()[0] for line in inventory.splitlines() if " py:" in line}
 
 
+@pytest.mark.slow
 def test_a_page_loads_nothing_from_the_network(site: Path) -> None:
     loads = r"<(?:script|img|iframe|source|video)[^>]* src=\"(?:https?:)?//|<link[^>]* href=\"(?:https?:)?//"
     for page in site.rglob("*.html"):

@@ -48,6 +48,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_forked_ranks_give_the_run_of_fresh_ones(reference: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, err = ended(start(folder, *FRESH, f"steps={STEPS}", "launcher=spawn"))

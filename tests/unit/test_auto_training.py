@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from helpers import built, photos_of_two_classes
+from helpers import built, forked, photos_of_two_classes
 from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
 from lockstep.models import Timm
@@ -62,13 +62,21 @@ def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> Non
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
 
 
-def test_a_resume_keeps_the_choices_as_weights_come_or_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Timm, "missing_weights", lambda self: REASON)
-    monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
+def test_a_resume_keeps_the_choices_as_weights_come_or_go(tmp_path: Path) -> None:
+    photos_of_two_classes(tmp_path, 8, "png")
+    # In a process with one thread, which forks its ranks: fresh ones would each import torch.
+    done = forked("test_auto_training:train_as_weights_come", cwd=tmp_path)
+    assert done.code == 0, done.err
+    (config,) = tmp_path.glob("outputs/2*/config.yaml")
+    job = load_job(config)
+    assert (job.starts_trained, job.train.freeze, job.epochs) == (False, [], 3)
+
+
+def train_as_weights_come() -> None:
+    """Start a run without published weights, and resume it with them."""
+    Timm.missing_weights = lambda self: REASON  # type: ignore[method-assign]
     words = ("dataset.path=photos", "dataset.decode_size=32", "loader.workers=0", "device=cpu", "train.patience=null")
     words = (*words, "dataset.input_size=32")
     run = lockstep.train([*RECIPE[::2], *words, "epochs=2"]).folder
-    monkeypatch.setattr(Timm, "missing_weights", lambda self: "")
+    Timm.missing_weights = lambda self: ""  # type: ignore[method-assign]
     lockstep.train([f"resume={run}", "epochs=3"])
-    job = load_job(run / "config.yaml")
-    assert (job.starts_trained, job.train.freeze, job.epochs) == (False, [], 3)
