@@ -38,19 +38,22 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
-from lockstep.core.data_protocols import Source, Split
+from lockstep.core.data_protocols import Crop, Source, Split
 from lockstep.core.plan import Plan
 from lockstep.core.rng import ERASE, SampleRNG, sample_keys
 from lockstep.core.world import World
+from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.data.datasets.builtin import CIFAR10
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.data.datasets.files import ArraySplit, Crop, FileSplit
+from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import Packed, pack
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
-from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
-from lockstep.data.transforms.device import DeviceTransforms, Erase
+from lockstep.data.transforms.augment import CropFlip
+from lockstep.data.transforms.crops import RandomResizedCrop
+from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.data.transforms.mixing import Erase
 from lockstep.data.transforms.policies import (
     AugMix,
     AutoAugment,
@@ -120,7 +123,8 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
         eval_feed=feed,
         stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2], HERE),
     )
-    transforms = DeviceTransforms.of(source, augment, device=HERE.device, precision=FP32(), seed=0)
+    form = partial(DeviceTransforms.of, device=HERE.device, precision=FP32(), seed=0)
+    transforms = form(source, augment, cropped=source.crops_files)
     workers = getattr(kind, "workers", 0)
     return partial(per_second, lambda: transforms.train(loader.train(after=0)), len(split), clock_of(workers))
 

@@ -156,7 +156,7 @@ data/loading/shards.py: the batch of an incident is that of the step before [loa
 data/datasets/decode.py: a photo is decoded at a scale that is enough for its longer side only [decode]
 - self._decoded(max(height / self.height, width / self.width))
 + self._decoded(min(size) / max(self.height, self.width))
-data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
+data/transforms/crops.py: a random crop has the inverse aspect ratio [augment]
 - box_height, box_width = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
 + box_width, box_height = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
 data/transforms/policies.py: the sign of an operation follows from the operation [randaugment]

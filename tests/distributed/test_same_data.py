@@ -19,19 +19,20 @@ import torch
 from PIL import Image
 
 from helpers import FAKE, NARROW, launch, losses, run_dir, run_until, train_here
-from lockstep.core.data_protocols import Augment, Source, Split
+from lockstep.core.data_protocols import Augment, Crop, Source, Split
 from lockstep.core.monitor import tagged
 from lockstep.core.plan import Plan
 from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits, Fake
-from lockstep.data.datasets.files import Crop, crops_files
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
-from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
-from lockstep.data.transforms.device import DeviceTransforms, Mix
+from lockstep.data.transforms.augment import CropFlip
+from lockstep.data.transforms.crops import RandomResizedCrop
+from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.data.transforms.mixing import Mix
 from lockstep.job import worker
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import AUROC, F1, Calibration, Recall
@@ -61,7 +62,7 @@ class Data:
 
     @property
     def loaders(self) -> list[Any]:
-        return LOADERS[1:] if crops_files(self.source) else LOADERS
+        return LOADERS[1:] if self.source.crops_files else LOADERS
 
 
 MIX = Mix(classes=10, mixup=0.4, cutmix=1.0)
@@ -93,7 +94,9 @@ def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> L
     """(step, epoch, index, hash of the pixels) of every example behind a step, in global order."""
     split = data.split
     form = {"device": torch.device("cpu"), "precision": FP32()}
-    transforms = DeviceTransforms.of(data.source, data.augment, seed=3, mix=data.mix, **form)
+    transforms = DeviceTransforms.of(
+        data.source, data.augment, seed=3, mix=data.mix, cropped=data.source.crops_files, **form
+    )
     log: Log = []
     for rank in range(ranks):
         here = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))

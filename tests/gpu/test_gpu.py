@@ -24,9 +24,9 @@ from lockstep.core import rng
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.model import whole
 from lockstep.core.world import World
-from lockstep.data.datasets.files import ArraySplit
+from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.data.loading.loaders import Streaming
-from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.data.transforms.crops import RandomResizedCrop
 from lockstep.data.transforms.policies import AugMix, RandAugment, ThreeAugment, TimmRandAugment, TrivialAugment
 from lockstep.models.nets import MaxPoolTo
 from lockstep.optim.muon import Muon, newton_schulz, orthogonalised

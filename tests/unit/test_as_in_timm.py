@@ -19,8 +19,8 @@ from helpers import NARROW, documented, train_here
 from lockstep.checkpoint.weights import read_card
 from lockstep.core.model_card import ModelCard
 from lockstep.data.datasets import files
-from lockstep.data.datasets.files import with_input, with_sizes
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.sizes import with_sizes
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.evaluate import split_for
@@ -68,7 +68,7 @@ def of_timm(path: Path | str, card: ModelCard | Folder, interpolation: str) -> T
 
 def evaluated(data: Folder, interpolation: str, indices: list[int]) -> Tensor:
     """The pixels that an evaluation of the data set sees: (B, C, H, W), from 0 to 255."""
-    stored = with_input(data.eval(), interpolation, data.mean).fetch(indices)
+    stored = data.read_as(data.eval(), interpolation, data.mean).fetch(indices)
     how: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1), "seed": 0, "interpolation": interpolation}
     cpu = torch.device("cpu")
     return 255 * DeviceTransforms.of(data, NoAugment(), device=cpu, precision=FP32(), **how).eval(stored)

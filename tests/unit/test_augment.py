@@ -20,13 +20,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.model_card import INTERPOLATIONS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.transforms.augment import (
-    CropFlip,
-    NoAugment,
-    RandomResizedCrop,
-    crops_together,
-    resized_crops,
-)
+from lockstep.data.transforms.augment import CropFlip, NoAugment
+from lockstep.data.transforms.crops import RandomResizedCrop, crops_together, resized_crops
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.data.transforms.policies import (
     AugMix,

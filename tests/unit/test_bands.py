@@ -18,7 +18,7 @@ from helpers import refusal, resolved, train_here
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.data.transforms.crops import RandomResizedCrop
 from lockstep.data.transforms.policies import RandAugment, TrivialAugment
 from lockstep.diagnostics.show import show
 from lockstep.inference.export import export_folder

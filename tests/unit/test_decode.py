@@ -12,9 +12,10 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as T
 
 from helpers import decoded
+from lockstep.core.data_protocols import Crop
 from lockstep.data.datasets.decode import Box, ImageFile, Stored
-from lockstep.data.datasets.files import Crop, FileSplit
-from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.data.datasets.files import FileSplit
+from lockstep.data.transforms.crops import RandomResizedCrop
 
 
 def photograph(height: int, width: int) -> Image.Image:

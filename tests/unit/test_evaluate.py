@@ -17,7 +17,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.protocols import Metric
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder
-from lockstep.data.datasets.files import LISTINGS, ArraySplit
+from lockstep.data.datasets.arrays import ArraySplit
+from lockstep.data.datasets.files import LISTINGS
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import CropFlip

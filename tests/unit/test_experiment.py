@@ -22,7 +22,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Resident
 from lockstep.data.loading.shards import IGNORE_INDEX
-from lockstep.data.transforms.device import Mix
+from lockstep.data.transforms.mixing import Mix
 from lockstep.models.nets import whitening_filters
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks

@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lockstep.core.data_protocols import LoaderContext, Shard, Source
+from lockstep.core.data_protocols import Crop, LoaderContext, Shard, Source
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, share
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
-from lockstep.data.datasets.files import Crop, FileSplit
+from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
 from lockstep.data.loading.reading import decode_all, read_images, sample, workers_needed
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader
-from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.data.transforms.crops import RandomResizedCrop
 from lockstep.runtime.host import GB, cores
 from thread_ranks import ThreadRanks
 

@@ -20,7 +20,8 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader
 from lockstep.data.transforms.augment import CropFlip
-from lockstep.data.transforms.device import DeviceTransforms, Mix, beta, box
+from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.data.transforms.mixing import Mix, beta, box
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.precision import FP32, FP64
 

@@ -25,8 +25,9 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import METADATA_KEY, MOST_CHARACTERS, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.data.datasets.builtin import Digits
-from lockstep.data.datasets.files import ArraySplit, FileSplit
+from lockstep.data.datasets.files import FileSplit
 from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, run_of

@@ -19,7 +19,8 @@ from torchvision.transforms.autoaugment import _apply_op
 
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import geometry, operations, steps
-from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
+from lockstep.data.transforms.augment import CropFlip
+from lockstep.data.transforms.crops import RandomResizedCrop
 from lockstep.data.transforms.geometry import IDENTITY
 from lockstep.data.transforms.operations import BLUR, SOLARIZE_ADD, operate
 from lockstep.data.transforms.policies import (

@@ -16,10 +16,11 @@ from torch import Tensor
 from torchvision.transforms.v2 import CenterCrop, Compose, Resize
 from torchvision.transforms.v2 import functional as T
 
+from lockstep.core.data_protocols import Crop
 from lockstep.core.errors import BrokenImage, InputError
-from lockstep.data.datasets import decode
-from lockstep.data.datasets.files import Crop, FileSplit, with_input
-from lockstep.data.datasets.targets import check_labels
+from lockstep.data.datasets import Folder, decode
+from lockstep.data.datasets.arrays import check_labels
+from lockstep.data.datasets.files import FileSplit
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 COLOUR = (124, 116, 104)  # the mean of ImageNet
@@ -47,7 +48,8 @@ def test_a_file_is_fitted_as_torchvision_and_timm_do_it(
 ) -> None:
     path = tmp_path / "image.png"
     Image.fromarray(PIXELS).save(path)
-    split = with_input(FileSplit([path], torch.tensor([0]), size, fit=fit), "bilinear", (0.485, 0.456, 0.406))
+    own = FileSplit([path], torch.tensor([0]), size, fit=fit)
+    split = Folder(path="x").read_as(own, "bilinear", (0.485, 0.456, 0.406))
     # With vector instructions torch resizes bytes, on other CPUs floats, whose rounding depends on the crop.
     difference = split.fetch([0])[0].int() - T.pil_to_tensor(transform(Image.fromarray(PIXELS))).int()
     assert difference.abs().max() <= 1

@@ -22,11 +22,12 @@ from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
 from lockstep.core.rng import MIX, sample_keys
 from lockstep.data.datasets import packed
+from lockstep.data.datasets.arrays import check_labels
 from lockstep.data.datasets.files import LISTINGS
 from lockstep.data.datasets.tables import CSV, HF
-from lockstep.data.datasets.targets import check_labels, class_notes, lists_note, split_text
+from lockstep.data.datasets.targets import class_notes, lists_note, split_text
 from lockstep.data.datasets.webdataset import WebDataset
-from lockstep.data.transforms.device import Mix
+from lockstep.data.transforms.mixing import Mix
 from lockstep.diagnostics import prove
 from lockstep.diagnostics.inspection import inspect
 from lockstep.job.validate import check_job

@@ -17,8 +17,10 @@ from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import ERASE, SampleRNG, sample_keys, uniform
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
 from lockstep.data.transforms import AugMix, RandAugment, ThreeAugment, TimmRandAugment, TrivialAugment
-from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
-from lockstep.data.transforms.device import DeviceTransforms, Erase, Mix
+from lockstep.data.transforms.augment import CropFlip, NoAugment
+from lockstep.data.transforms.crops import RandomResizedCrop
+from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.data.transforms.mixing import Cutout, Erase, Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 from lockstep.training.evaluate import weighted_views
 
@@ -28,7 +30,7 @@ AUGMENTS = [NoAugment(), CropFlip(), RandomResizedCrop()]
 
 
 def transforms(source: Any, augment: Any = None, **options: Any) -> DeviceTransforms:
-    chosen = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, **options}
+    chosen = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, "cropped": source.crops_files, **options}
     return DeviceTransforms.of(source, augment or NoAugment(), **chosen)
 
 
@@ -118,7 +120,7 @@ def test_evaluation_sees_the_centre_and_is_not_augmented() -> None:
 def test_any_image_size_is_augmented_and_evaluated_in_any_crop_and_view(size: int, crop: float, augment: Any) -> None:
     for model_size in (1, 2, 5):
         source = Folder(path="nowhere", decode_size=size, input_size=model_size, crop=crop)
-        path = transforms(source, augment, mix=Mix(classes=2, mixup=0.3, cutmix=1.0), cutout=9)
+        path = transforms(source, augment, mix=Mix(classes=2, mixup=0.3, cutmix=1.0), cutout=Cutout(9))
         grey = torch.full((4, 3, size, size), 124, dtype=torch.uint8)
         assert train(path, grey, torch.arange(4)).shape == (4, *source.input_shape)
         evaluated = path.eval(grey)
@@ -163,7 +165,11 @@ def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"cutout": 8}, {"mix": Mix(classes=10, mixup=1.0, cutmix=0.0)}, {"mix": Mix(classes=10, mixup=0.0, cutmix=1.0)}],
+    [
+        {"cutout": Cutout(8)},
+        {"mix": Mix(classes=10, mixup=1.0, cutmix=0.0)},
+        {"mix": Mix(classes=10, mixup=0.0, cutmix=1.0)},
+    ],
 )
 def test_cutout_and_mixing_are_other_ones_in_each_epoch_and_for_each_seed(options: dict[str, Any]) -> None:
     def seen(epoch: int, seed: int = 0) -> Tensor:
@@ -203,7 +209,7 @@ def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:
 
 def test_the_numbers_of_cutout_and_of_mixing_are_not_those_of_the_augmentation() -> None:
     batch, indices = images(401, 3, 32, 32), torch.arange(401)
-    blank = (train(transforms(CIFAR10(), cutout=8), batch, indices, 0)[:400] == 0).all(1).any(2)
+    blank = (train(transforms(CIFAR10(), cutout=Cutout(8)), batch, indices, 0)[:400] == 0).all(1).any(2)
     centres = (blank * torch.arange(32)).sum(1) / blank.sum(1)
     mixing = transforms(CIFAR10(), mix=Mix(classes=2, mixup=1.0, cutmix=0.0))
     _, targets = mixing.mixed(Shard(1, 0, train(mixing, batch, indices, 0), indices % 2, indices, 400, 0, 1, True))
@@ -216,14 +222,14 @@ def test_the_numbers_of_cutout_and_of_mixing_are_not_those_of_the_augmentation()
 @pytest.mark.parametrize("side", [7, 8])
 def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image(side: int) -> None:
     batch, indices = images(400, 3, 32, 32), torch.arange(400)
-    plain, cut = (train(transforms(CIFAR10(), cutout=number), batch, indices) for number in (0, side))
+    plain, cut = (train(transforms(CIFAR10(), cutout=own), batch, indices) for own in (None, Cutout(side)))
     blank = (cut == 0).all(1)
     assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
     areas = (blank & (plain != 0).any(1)).sum((1, 2))
     assert int(areas.max()) == side**2
     assert int(areas.min()) >= 4 * 4 - 4  # at a corner only half of each side is inside the image
     assert all(int(blank.any(at).sum(0).min()) > 0 for at in (2, 1)), "at any row and column"
-    assert torch.equal(train(transforms(CIFAR10(), cutout=side), batch[7:9], indices[7:9]), cut[7:9])
+    assert torch.equal(train(transforms(CIFAR10(), cutout=Cutout(side)), batch[7:9], indices[7:9]), cut[7:9])
 
 
 class Drawn:

@@ -11,7 +11,6 @@ from lockstep.config.commands import OVERRIDE, key_of, override, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import packed
-from lockstep.data.datasets.files import crops_files
 from lockstep.job.prepare import job_here
 from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
@@ -48,7 +47,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     task = [word for word in words if key_of(word) == "task"]
     line = shell_command(["dataset=packed", override("dataset.path", target), *task])
     log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {line}")
-    if crops_files(source):
+    if source.crops_files:
         size = source.image_shape[1]
         log.say(
             f"random crops are now cut from squares of {size} pixels, and not from the files, so it is another run"

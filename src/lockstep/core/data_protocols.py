@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ ReadRequest = tuple[int, Tensor]
 ReadResult = tuple[Tensor, Broken]
 # Reads batches onto the device, in the order of the requests.
 ImageReader = Callable[[Iterable[ReadRequest]], Iterator[ReadResult]]
+# `Augment.apply`.
+Apply = Callable[[Tensor, SampleRNG, tuple[int, int]], Tensor]
 
 
 class Split(Protocol):
@@ -59,6 +61,19 @@ class Split(Protocol):
 
     def content(self, index: int) -> bytes:
         """The bytes of an example as stored, by which equal ones are found. Raises OSError or ValueError."""
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Chooses the boxes that are cut from whole images while they are read: other boxes in each epoch.
+
+    `boxes` takes the random numbers of n examples and the (height, width) of their images, int64 (n, 2), and returns
+    int64 (n, 4): top, left, height and width. A box is resized to `size`, (height, width).
+    """
+
+    boxes: Callable[[SampleRNG, Tensor], Tensor]
+    seed: int
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,15 @@ class Source(Component, Protocol):
     """The share of the training images that is evaluated instead; None if there is a split for it."""
     examples: int = 1
     """The number of images, if the data set makes them in memory."""
+    part: ClassVar[str] = ""
+    """What a split is, if keys name them: `train_PART`, `val_PART` and `test_PART`."""
+    reads_files: ClassVar[bool] = False
+    """Whether images are decoded from files while a run reads them."""
+
+    @property
+    def crops_files(self) -> bool:
+        """Whether the boxes of the augmentation are cut from the files of the training split."""
+        return False
 
     @property
     def classes(self) -> int:
@@ -222,6 +246,10 @@ class Source(Component, Protocol):
         """The examples that a run scores once, with its best weights; None if there is no such split."""
         return None
 
+    def read_as(self, split: Split, interpolation: str, mean: Sequence[float], crop: Crop | None = None) -> Split:
+        """One of the splits with this interpolation, frames of the mean colour and boxes, if it decodes images."""
+        return split
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderContext:
@@ -296,6 +324,10 @@ class Augment(Component, Protocol):
     def check_channels(self, channels: int) -> None:
         """Raise InputError if images of so many channels cannot have it."""
         return
+
+    def on_device(self, interpolation: str, *, cropped: bool) -> Apply:
+        """What changes a batch on the device: `apply`, or what is left of it where files were `cropped`."""
+        return self.apply
 
     @abstractmethod
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:

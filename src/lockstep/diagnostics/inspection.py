@@ -17,7 +17,8 @@ from torch import Tensor
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import CLASSES, LABELS
-from lockstep.data.datasets.targets import check_labels, class_notes
+from lockstep.data.datasets.arrays import check_labels
+from lockstep.data.datasets.targets import class_notes
 from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
 

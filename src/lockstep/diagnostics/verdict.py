@@ -13,7 +13,6 @@ from torch import nn
 
 from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
-from lockstep.data.datasets.files import FileSource
 from lockstep.runtime import host
 from lockstep.telemetry.profile import peak_flops
 from lockstep.training.evidence import Evidence
@@ -104,7 +103,7 @@ def data_findings(evidence: Evidence) -> Iterator[Advice]:
     sentence = f"training waits for images in {100 * share:.0f} % of the time"
     seen = f"{workers} workers, {max(0.0, idle):.1f} of {cores:g} cores of a rank idle"
     if idle < 0.5:  # more threads would only share the cores
-        pack = ": `lockstep pack` decodes the images once and for all" * isinstance(evidence.job.dataset, FileSource)
+        pack = ": `lockstep pack` decodes the images once and for all" * evidence.job.dataset.reads_files
         yield Advice(
             sentence=f"{sentence}, and the cores are busy{pack}",
             evidence=seen,

@@ -16,7 +16,7 @@ from lockstep.config.composition import ConfigFiles
 from lockstep.config.options import can_be_group
 from lockstep.config.schema import RECIPES
 from lockstep.core import log
-from lockstep.core.data_protocols import Source
+from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES, TrainedInput, class_name
 from lockstep.core.monitor import figure_word, telling
@@ -24,8 +24,7 @@ from lockstep.core.run import FOLD, Run, State, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import show_json
-from lockstep.data.datasets.files import FileSource, with_input, with_sizes
-from lockstep.data.datasets.targets import SPLIT_NAMES
+from lockstep.data.datasets.sizes import with_sizes
 from lockstep.inference.predictor import Predictor, load, run_of, say_which
 from lockstep.inference.scoring import (
     EvaluatedSplit,
@@ -193,9 +192,9 @@ def split_for(
     numbers = check_data(predictor, source)
     chosen = {"train": source.train, "val": source.eval, "test": source.test}[split]()
     if chosen is None:
-        named = f"it with dataset.test_{source.part}=NAME" if isinstance(source, FileSource) else "data that has one"
+        named = f"it with dataset.test_{source.part}=NAME" if source.part else "data that has one"
         raise InputError(f"--split is test, but the data has no test split; name {named}")
-    examples = with_input(chosen, card.interpolation, card.mean)
+    examples = source.read_as(chosen, card.interpolation, card.mean)
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
         config = components.load(run.config)

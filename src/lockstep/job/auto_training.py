@@ -13,7 +13,7 @@ from lockstep.config import components
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.data.datasets.files import AUTO
+from lockstep.data.datasets.sizes import AUTO
 from lockstep.training.network import BACKBONE
 from lockstep.training.resolved_job import ResolvedJob
 

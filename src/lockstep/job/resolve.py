@@ -14,7 +14,7 @@ from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_pl
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.monitor import monitor_of
 from lockstep.core.protocols import Launcher, Strategy
-from lockstep.data.datasets.files import AUTO, with_sizes
+from lockstep.data.datasets.sizes import AUTO, with_sizes
 from lockstep.job.auto_training import by_images, by_weights
 from lockstep.launcher.inline import Auto as AutoLauncher
 from lockstep.runtime.host import cores

@@ -20,8 +20,6 @@ from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import CLASSES
 from lockstep.core.observer import Callback, Logger
 from lockstep.core.protocols import Loss, Metric
-from lockstep.data.datasets.files import crops_files
-from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.models.nets import sketch
 from lockstep.runtime.host import available_memory, check_room, cores
 from lockstep.training.resolved_job import ResolvedJob
@@ -194,8 +192,10 @@ def check_job(job: ResolvedJob) -> None:
 def _check_crop(job: ResolvedJob) -> None:
     """The augmentation fits the images. Cropping from files needs boxes, and files that are read in every epoch."""
     job.augment.check_channels(job.dataset.input_shape[0])
-    if not crops_files(job.dataset):
+    if not job.dataset.crops_files:
         return
+    from lockstep.data.transforms.crops import RandomResizedCrop  # few jobs crop files
+
     if not isinstance(job.augment, RandomResizedCrop):
         raise InputError(
             "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "

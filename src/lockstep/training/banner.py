@@ -18,7 +18,7 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.tags import part_words
 from lockstep.core.world import World
-from lockstep.data.datasets.files import AUTO, SIZES, FileSource
+from lockstep.data.datasets.sizes import AUTO, SIZES
 from lockstep.runtime.host import format_bytes
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.build_data import TrainingData
@@ -260,6 +260,6 @@ def say_ending(
     patient = ["train.patience=null", *["train.min_delta=0"] * bool(job.train.min_delta)]
     longer = patient if trainer.ended_early else train_longer(job, trainer.plan, progress.step).split()
     log.say_command("train longer", resume_command(run_dir, job, *longer))
-    if isinstance(job.dataset, FileSource):
+    if job.dataset.reads_files:
         for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):
             log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))

@@ -7,16 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.core.data_protocols import ImageReader, LoaderContext, Split
+from lockstep.core.data_protocols import Crop, ImageReader, LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.datasets.files import Crop, FileSplit, crops_files, with_input
 from lockstep.data.loading.loaders import read_once
-from lockstep.data.loading.reading import sample
 from lockstep.data.loading.sampler import balanced_order, repeated_order
 from lockstep.data.loading.shards import EvalLoader, Loader
-from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.data.transforms.device import DeviceTransforms, Erase, Mix
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.host import GB
 from lockstep.training.resolved_job import ResolvedJob, check_same_data, fingerprint, plan_of
 
@@ -46,6 +43,8 @@ class TrainingData:
 
     def normalised(self, number: int, world: World) -> Tensor:
         """`number` training images (n, C, H, W), processed as in an evaluation, on the rank's device."""
+        from lockstep.data.loading.reading import sample  # few models look at images before they train
+
         return self.transforms.eval(sample(self.train, number).to(world.device))
 
 
@@ -94,9 +93,7 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     feed = job.loader.feed(data.train, world)
 
     def cropping_to(size: tuple[int, int]) -> ImageReader:
-        if not isinstance(data.train, FileSplit) or data.train.crop is None:
-            return feed
-        return job.loader.feed(replace(data.train, crop=replace(data.train.crop, size=size)), world)
+        return job.loader.feed(_cropped(job, data.train, size), world) if job.dataset.crops_files else feed
 
     (_, first), *later = data.transforms.train_sizes.items()
     return Loader(
@@ -114,7 +111,7 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
         stride=job.loader.stride(data.plan.batch // own.size, values, world),
         order_device=job.loader.order_device(world),
         order_of=order_of,
-        crops=crops_files(job.dataset),
+        crops=job.dataset.crops_files,
         skip=data.train.skip,
     )
 
@@ -138,13 +135,19 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split, Split | None]
         job.dataset.prepare()
     world.barrier()
     source, own = job.dataset, (job.input.interpolation, job.input.mean)
-    train, val = (with_input(split, *own) for split in (source.train(), source.eval()))
-    test = None if (split := source.test()) is None else with_input(split, *own)
-    if crops_files(job.dataset):
-        assert isinstance(train, FileSplit)
+    test = None if (split := source.test()) is None else source.read_as(split, *own)
+    return _cropped(job, source.train(), job.train_shapes[0][1:]), source.read_as(source.eval(), *own), test
+
+
+def _cropped(job: ResolvedJob, train: Split, size: tuple[int, int]) -> Split:
+    """The training split; with `dataset.crop_from=file` boxes of its images, of this (height, width)."""
+    crop = None
+    if job.dataset.crops_files:
+        from lockstep.data.transforms.crops import RandomResizedCrop  # few jobs crop files
+
         assert isinstance(job.augment, RandomResizedCrop)
-        train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.train_shapes[0][1:]))
-    return train, val, test
+        crop = Crop(job.augment.boxes, job.seed, size)
+    return job.dataset.read_as(train, job.input.interpolation, job.input.mean, crop)
 
 
 def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) -> LoaderContext:
@@ -155,7 +158,7 @@ def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) ->
         splits=(train, val),
         gigabytes=(len(train) + len(val)) * math.prod(job.dataset.image_shape) / GB,
         reads=(plan.total_steps * plan.batch + evaluations * len(val)) * world.local_size // own.size,
-        boxes=crops_files(job.dataset),
+        boxes=job.dataset.crops_files,
         training_rate=partial(_training_rate, job, world),
     )
 
@@ -167,8 +170,30 @@ def _training_rate(job: ResolvedJob, world: World) -> float | None:
 
 
 def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
+    starts = (plan.in_steps("train.sizes", start) for start in job.train.sizes or (0,))
+    return DeviceTransforms.of(
+        job.dataset,
+        job.augment,
+        device=world.device,
+        precision=job.precision,
+        memory_format=job.model.memory_format,
+        seed=job.seed,
+        mean=job.input.mean,
+        std=job.input.std,
+        interpolation=job.input.interpolation,
+        cropped=job.dataset.crops_files,
+        train_sizes=dict(sorted(zip(starts, (shape[1:] for shape in job.train_shapes), strict=True))),
+        **_mixing(job, plan),
+    )
+
+
+def _mixing(job: ResolvedJob, plan: Plan) -> dict[str, Any]:
+    """The cutout, the random erasing and the mixing of `DeviceTransforms`; few jobs have any."""
     train = job.train
-    starts = (plan.in_steps("train.sizes", start) for start in train.sizes or (0,))
+    if not (train.cutout or train.erase or train.mixup or train.cutmix):
+        return {}
+    from lockstep.data.transforms.mixing import Cutout, Erase, Mix
+
     mix = Mix(
         classes=job.dataset.classes,
         mixup=train.mixup,
@@ -178,18 +203,8 @@ def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
         prob=train.mix_prob,
         until=math.inf if train.mix_until is None else plan.in_steps("train.mix_until", train.mix_until),
     )
-    return DeviceTransforms.of(
-        job.dataset,
-        job.augment,
-        device=world.device,
-        precision=job.precision,
-        memory_format=job.model.memory_format,
-        seed=job.seed,
-        cutout=train.cutout,
-        erase=Erase(train.erase, train.erase_mode) if train.erase else None,
-        mix=mix if mix.on else None,
-        mean=job.input.mean,
-        std=job.input.std,
-        interpolation=job.input.interpolation,
-        train_sizes=dict(sorted(zip(starts, (shape[1:] for shape in job.train_shapes), strict=True))),
-    )
+    return {
+        "cutout": Cutout(train.cutout) if train.cutout else None,
+        "erase": Erase(train.erase, train.erase_mode) if train.erase else None,
+        "mix": mix if train.mixup or train.cutmix else None,
+    }

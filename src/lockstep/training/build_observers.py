@@ -25,7 +25,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.tags import LOSS, TOP1
 from lockstep.core.world import World
-from lockstep.data.datasets.files import SIZES
+from lockstep.data.datasets.sizes import SIZES
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
 from lockstep.telemetry.display import TimeLeft, display

@@ -25,7 +25,6 @@ from lockstep.core.model_card import CROP, ModelCard
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Averaging, Plan, make_plan
 from lockstep.core.world import World
-from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of
 
 Decisions = Mapping[str, Sequence[int]]  # what a plan decides, in steps by key
@@ -181,7 +180,7 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "input_shape": list(job.dataset.input_shape),
         "normalisation": [list(job.input.mean or ()), list(job.input.std or ())],
         "interpolation": job.input.interpolation,
-        "crop_from": ("file" if crops_files(job.dataset) else "square") + f", fit={fit}" * (fit != CROP),
+        "crop_from": ("file" if job.dataset.crops_files else "square") + f", fit={fit}" * (fit != CROP),
         "examples": examples,
         "batch": job.batch,
         "sampling": job.train.sampling + f", repeats={job.train.repeats}" * (job.train.repeats > 1),

@@ -25,9 +25,9 @@ from lockstep.core.fields import choice, in_config, pathname, pixels, ranged, si
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import check_size, opened, stored
 from lockstep.core.safe_write import absent, check_names, locked, remove_empty
-from lockstep.data.datasets.files import AUTO, ArraySplit
+from lockstep.data.datasets.arrays import ArraySplit, check_labels
+from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.splitting import CutSource, Examples
-from lockstep.data.datasets.targets import check_labels
 
 
 @dataclass(frozen=True, kw_only=True)

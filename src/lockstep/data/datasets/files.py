@@ -1,4 +1,4 @@
-"""Splits in memory and of image files, and the base classes of data sets of photographs and of image files."""
+"""Splits of image files, and the base class of the data sets that have them."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence, Set
@@ -12,68 +12,22 @@ from torch import Tensor
 
 from lockstep.config.roles import fields_with
 from lockstep.core.centre import Size, evaluated_size, stored_side
-from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
+from lockstep.core.data_protocols import SPLIT_NAMES, Crop, Split
 from lockstep.core.errors import BrokenImage, InputError, StorageError, out_of_memory, reason_of
-from lockstep.core.fields import PATTERN, Role, as_pixels, choice, pixels, ranged, ruled, sides
-from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
+from lockstep.core.fields import PATTERN, Role, choice, pixels, ranged, ruled, sides
+from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, per_channel
 from lockstep.core.rng import SampleRNG
 from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets.decode import RGB, ImageFile, contents
 from lockstep.data.datasets.listing import Files, Member, check_groups
+from lockstep.data.datasets.sizes import AUTO, USUAL_SEEN, USUAL_STORED, PhotoSource, keeps_whole
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import class_notes, lists_note
 
-AUTO = "auto"
-SIZES = ("fit", "decode_size", "input_size", "crop")
-# As torchvision and timm evaluate: the shorter side is resized to 256 pixels, the central 224 are the input.
-USUAL_STORED, USUAL_SEEN = 256, 224
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 # The files of each split by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
 LISTINGS: dict[Hashable, dict[str, Files]] = {}
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True)
-class ArraySplit:
-    """Examples that are in memory: uint8 images (N, C, H, W) and int64 labels (N,).
-
-    `numbers` are those in the split that they are cut from, int64 (N,); None for a whole split. Of `mapped` files
-    only the rows in use are read, once for all ranks.
-    """
-
-    images: Tensor
-    labels: Tensor
-    numbers: Tensor | None = None
-    mapped: bool = False
-
-    skip: ClassVar[int] = 0
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
-        # NumPy gets large pages for a large result: at 256 px 2.5 times as fast as index_select.
-        return torch.from_numpy(self.images.numpy().take(torch.tensor(indices, dtype=torch.int64).numpy(), axis=0))
-
-    def name(self, index: int) -> str:
-        return str(index if self.numbers is None else int(self.numbers[index]))
-
-    def content(self, index: int) -> bytes:
-        return self.images[index].numpy().tobytes()
-
-
-@dataclass(frozen=True)
-class Crop:
-    """Chooses the boxes that are cut from whole images while they are read: other boxes in each epoch.
-
-    `boxes` takes the random numbers of n examples and the (height, width) of their images, int64 (n, 2), and returns
-    int64 (n, 4): top, left, height and width. A box is resized to `size`, (height, width).
-    """
-
-    boxes: Callable[[SampleRNG, Tensor], Tensor]
-    seed: int
-    size: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -141,54 +95,9 @@ class FileSplit:
             raise BrokenImage(index, name, reason_of(error)) from error
 
 
-def with_input(split: Split, interpolation: str, mean: Sequence[float]) -> Split:
-    """The split with this interpolation, and with frames of the mean colour, if its images are read from files."""
-    if not isinstance(split, FileSplit):
-        return split
-    return replace(split, interpolation=interpolation, fill=colour_of(mean))
-
-
 def colour_of(mean: Sequence[float]) -> tuple[int, ...]:
     """The pixel value of each channel that is nearest to a mean of pixels from 0 to 1."""
     return tuple(min(max(round(255 * value), 0), 255) for value in mean)
-
-
-def keeps_whole(source: Source) -> bool:
-    return source.fit in (PAD, SQUASH)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhotoSource(Source):
-    """A data set of photographs, stored at one shape; `auto` is the usual value, or the one of the weights."""
-
-    # size in pixels of the images that the model sees, the side of a square or [height,width]; they are resized on
-    # the device. null: the stored size. `auto`: the size of the weights that the model starts from, or else 224 for
-    # images stored with 256 pixels, otherwise the stored size
-    input_size: Any = pixels(AUTO, AUTO, None)
-    # share of the stored side that an evaluation keeps, from the centre. `auto`: the share of the weights that the
-    # model starts from, or else 0.875 for an input of 224 from images stored with 256 pixels and, except for
-    # `packed`, for a rectangular `input_size`, otherwise 1
-    crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.image_shape
-        if self.input_size not in (AUTO, None):
-            return (channels, *sides(self.input_size))
-        if self.input_size == AUTO and height == width == USUAL_STORED and not keeps_whole(self):
-            return (channels, USUAL_SEEN, USUAL_SEEN)
-        return self.image_shape
-
-    @property
-    def eval_crop(self) -> float:
-        if self.crop != AUTO:
-            return float(self.crop)
-        usual = (self.image_shape[1], self.input_shape[1]) == (USUAL_STORED, USUAL_SEEN)
-        return USUAL_SEEN / USUAL_STORED if usual else 1.0
-
-    @property
-    def usual_augment(self) -> str:
-        return "crop_flip" if min(self.image_shape[1:]) <= SMALL_SIDE else "standard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +131,7 @@ class FileSource(PhotoSource, CutSource):
     # group in brackets, names the group
     group_pattern: str | None = ruled(None, PATTERN)
 
-    part: ClassVar[str]  # what a split is there; `train_PART`, `val_PART` and `test_PART` name them
+    reads_files = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,6 +169,10 @@ class FileSource(PhotoSource, CutSource):
                 both_keys = f"dataset.{test} and dataset.{key}"
                 raise InputError(f"{both_keys} both name {both[0]}; name another, or remove dataset.{test}{cut}")
         return names
+
+    @property
+    def crops_files(self) -> bool:
+        return self.crop_from == "file"
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -307,6 +220,11 @@ class FileSource(PhotoSource, CutSource):
     def test(self) -> FileSplit | None:
         files = self.listings().get("test")
         return None if files is None else self._split(files)
+
+    def read_as(self, split: Split, interpolation: str, mean: Sequence[float], crop: Crop | None = None) -> Split:
+        if not isinstance(split, FileSplit):  # of an extension
+            return split
+        return replace(split, interpolation=interpolation, fill=colour_of(mean), crop=crop)
 
     def listings(self) -> dict[str, Files]:
         """The files of each split, listed and cut once per process. Raises InputError."""
@@ -356,42 +274,3 @@ class FileSource(PhotoSource, CutSource):
         size, own = self.image_shape[1:], dict[str, Any](channels=self.channels, fit=self.fit)
         own |= {"fill": colour_of(self.mean), "centre": evaluated_size(size, self.eval_crop, self.input_shape[1:])}
         return FileSplit(files, files.labels, size, self.skip, **own)
-
-
-def crops_files(source: object) -> bool:
-    """Whether the boxes of the augmentation are cut from the files of the training split of `source`."""
-    return isinstance(source, FileSource) and source.crop_from == "file"
-
-
-def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
-    """A data set with a number (or null) in place of each `auto`: `trained` has the sizes of the weights."""
-    autos = [name for name in SIZES if getattr(source, name, None) == AUTO]
-    sized: Any = source
-    if "fit" in autos:
-        sized = replace(sized, fit=CROP if trained is None else trained.fit)
-    if trained is not None:
-        crop = 1.0 if keeps_whole(sized) and sized.fit != trained.fit else trained.crop
-        of_weights = {"input_size": as_pixels(*trained.size), "crop": crop}
-        sized = replace(sized, **{name: of_weights[name] for name in autos if name in of_weights})
-        if "decode_size" in autos and (stored := _stored_size(sized, trained, "input_size" in autos)):
-            sized = replace(sized, decode_size=as_pixels(*stored))
-    sizes = {
-        "fit": sized.fit,
-        "decode_size": as_pixels(*sized.image_shape[1:]),
-        "crop": sized.eval_crop,
-        "input_size": None if sized.input_shape == sized.image_shape else as_pixels(*sized.input_shape[1:]),
-    }
-    return replace(sized, **{name: sizes[name] for name in autos})
-
-
-def _stored_size(source: Any, trained: TrainedInput, usual_input: bool) -> tuple[int, int] | None:
-    """The size to store images with for weights; None is the one that follows from the size of the input."""
-    is_square = not isinstance(source.input_size, list)
-    same = usual_input or is_square or tuple(source.input_size) == trained.size
-    if trained.stored and source.fit == trained.fit and same:
-        return trained.stored
-    if keeps_whole(source) or not is_square:
-        return None
-    # Large enough that the evaluated part need not be enlarged.
-    side = max(USUAL_STORED, stored_side(source.input_size or USUAL_STORED, source.crop))
-    return side, side

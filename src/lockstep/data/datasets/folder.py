@@ -18,8 +18,9 @@ from lockstep.core.fields import choice, in_config, pathname
 from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
 from lockstep.data.datasets.decode import BANDS_SUFFIXES, GREY, RGB
-from lockstep.data.datasets.files import AUTO, FileSource
+from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order
+from lockstep.data.datasets.sizes import AUTO
 
 SUFFIXES = frozenset(
     [

@@ -38,8 +38,8 @@ from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
 from lockstep.core.safe_write import locked, sync
-from lockstep.data.datasets.files import ArraySplit, PhotoSource, keeps_whole
-from lockstep.data.datasets.targets import check_labels
+from lockstep.data.datasets.arrays import ArraySplit, check_labels
+from lockstep.data.datasets.sizes import PhotoSource, keeps_whole
 from lockstep.data.loading.reading import in_order, read_images
 
 SPLITS = ("train", "val", "test")  # the last may be absent

@@ -14,8 +14,8 @@ from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import LABELS
-from lockstep.data.datasets.targets import CLASSES_NAMED
 
+FOLDS_NAMED = 5  # the most folds that an error lists
 Chosen = NDArray[np.bool_]
 
 
@@ -172,7 +172,7 @@ class CutSource(Source):
         if folds is None and self.fold is not None:
             raise InputError(f"dataset.fold is {self.fold}, but dataset.folds is null; add dataset.folds=5")
         if folds is not None and (self.fold is None or self.fold >= folds):
-            every = ",".join(map(str, range(folds))) if folds <= CLASSES_NAMED else f"0,1,...,{folds - 1}"
+            every = ",".join(map(str, range(folds))) if folds <= FOLDS_NAMED else f"0,1,...,{folds - 1}"
             raise InputError(
                 f"dataset.fold is {'null' if self.fold is None else self.fold}, expected a fold from 0 to "
                 f"{folds - 1} to evaluate; all of them: dataset.fold={every} -m"

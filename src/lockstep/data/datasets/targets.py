@@ -180,26 +180,6 @@ def _number(cell: Any, words: dict[str, float]) -> float:
         return math.nan
 
 
-def check_labels(labels: Tensor, classes: int, where: str, targets: str = CLASSES) -> None:
-    """Raise InputError for the first label that is not a class, no share of a label or no finite value."""
-    many = targets in (LABELS, VALUES)
-    fits = labels.is_floating_point() and labels.shape[1:] == (classes,) if many else labels.ndim == 1
-    if not fits:
-        expected = f"floats (N, {classes})" if many else "int64 (N,)"
-        raise InputError(
-            f"dataset: the {targets if many else CLASSES} of {where} are {str(labels.dtype)[6:]} "
-            f"{(*labels.shape,)}, expected {expected}; correct them, or use another task"
-        )
-    inside = (labels >= 0) & (labels <= 1) if targets == LABELS else labels.isfinite()
-    wrong = (~inside.all(1) if many else (labels < 0) | (labels >= classes)).nonzero()
-    if len(wrong):
-        index = int(wrong[0])
-        expected = {LABELS: "shares from 0 to 1", VALUES: "finite numbers"}.get(targets, f"0 to {classes - 1}")
-        raise InputError(
-            f"dataset: example {index} of {where} has label {labels[index].tolist()}, expected {expected}"
-        )
-
-
 def class_notes(names: Sequence[str], splits: Mapping[str, Tensor], targets: str = CLASSES) -> list[str]:
     """Sentences about classes or labels without images and values that never change, by the labels of each split."""
     if targets == VALUES:

@@ -21,7 +21,6 @@ from lockstep.core.data_protocols import (
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
-from lockstep.data.loading import reading
 from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 
 # The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its
@@ -58,6 +57,8 @@ class Resident(ImageLoader):
         stored = split.images
         broken: Broken = {}
         if stored is None:
+            from lockstep.data.loading import reading  # images in memory need no threads
+
             stored, broken = reading.decode_all(split, world, threads=max(1, cores() // world.local_size))
         images = stored.to(world.device)
 
@@ -99,6 +100,8 @@ class Streaming(ImageLoader):
         if context.splits[0].images is not None and not getattr(context.splits[0], "mapped", False):
             # Only a worker can read ahead, so setting `prefetch` gets one.
             return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
+        from lockstep.data.loading import reading  # as above
+
         reader, model = reading.reading_rate(context.splits[0]), context.training_rate()
         most = max(1, cores() // context.world.local_size)
         if context.splits[0].images is None:  # copying mapped rows, and waiting for the disk, releases Python's lock
@@ -109,6 +112,8 @@ class Streaming(ImageLoader):
         return replace(self, workers=needed), f"model {model:,.0f} img/s, one worker {reader:,.0f} img/s"
 
     def feed(self, split: Split, world: World) -> ImageReader:
+        from lockstep.data.loading import reading  # as above
+
         def fetch(request: ReadRequest) -> ReadResult:
             epoch, indices = request
             images, broken = reading.read_images(split, indices.tolist(), epoch)

@@ -15,7 +15,8 @@ from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import geometry as geo
 from lockstep.data.transforms import operations as to
-from lockstep.data.transforms.augment import COLOURED, CropFlip, RandomResizedCrop, images_have, listed
+from lockstep.data.transforms.augment import CropFlip, listed
+from lockstep.data.transforms.crops import COLOURED, RandomResizedCrop, images_have
 from lockstep.data.transforms.operations import Step, operate_all
 from lockstep.data.transforms.steps import FIRST_DRAW, OP_OF_NAME, STRONGEST, ImageSize, sigma, table, whole
 
