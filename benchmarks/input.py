@@ -124,7 +124,7 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
         stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2], HERE),
     )
     form = partial(DeviceTransforms.of, device=HERE.device, precision=FP32(), seed=0)
-    transforms = form(source, augment, cropped=source.crops_files)
+    transforms = form(source.preprocessing, augment, cropped=source.crops_files)
     workers = getattr(kind, "workers", 0)
     return partial(per_second, lambda: transforms.train(loader.train(after=0)), len(split), clock_of(workers))
 

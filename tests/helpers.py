@@ -40,6 +40,7 @@ from lockstep.config.schema import GROUPS, Job
 from lockstep.core import world
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.locks import Lock
+from lockstep.core.model_card import Preprocessing
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.job import resolve, worker
@@ -505,3 +506,10 @@ def train(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:
 def train_afresh(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:
     """Run `python train.py ...` in a fresh interpreter."""
     return command(sys.executable, str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
+
+
+def preprocessing(height: int, width: int, channels: int = 3, **options: Any) -> Preprocessing:
+    """Files that are stored with this size and seen whole, with black frames."""
+    shape = (channels, height, width)
+    usual: dict[str, Any] = {"eval_crop": 1.0, "mean": (0.0,) * channels, "std": (1.0,) * channels}
+    return Preprocessing(image_shape=shape, input_shape=shape, **usual | options)

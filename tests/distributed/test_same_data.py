@@ -95,7 +95,7 @@ def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> L
     split = data.split
     form = {"device": torch.device("cpu"), "precision": FP32()}
     transforms = DeviceTransforms.of(
-        data.source, data.augment, seed=3, mix=data.mix, cropped=data.source.crops_files, **form
+        data.source.preprocessing, data.augment, seed=3, mix=data.mix, cropped=data.source.crops_files, **form
     )
     log: Log = []
     for rank in range(ranks):
@@ -197,7 +197,9 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
                 train_feed=Resident().feed(train, here),
                 eval_feed=Resident().feed(val, here),
             ),
-            transforms=DeviceTransforms.of(source, CropFlip(), device=here.device, precision=FP64(), seed=0),
+            transforms=DeviceTransforms.of(
+                source.preprocessing, CropFlip(), device=here.device, precision=FP64(), seed=0
+            ),
             precision=FP64(),
             world=here,
             observers=(further,),

@@ -68,10 +68,10 @@ def of_timm(path: Path | str, card: ModelCard | Folder, interpolation: str) -> T
 
 def evaluated(data: Folder, interpolation: str, indices: list[int]) -> Tensor:
     """The pixels that an evaluation of the data set sees: (B, C, H, W), from 0 to 255."""
-    stored = data.read_as(data.eval(), interpolation, data.mean).fetch(indices)
-    how: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1), "seed": 0, "interpolation": interpolation}
+    how = replace(data.preprocessing, interpolation=interpolation)
+    stored, raw = data.read_as(data.eval(), how).fetch(indices), replace(how, mean=(0, 0, 0), std=(1, 1, 1))
     cpu = torch.device("cpu")
-    return 255 * DeviceTransforms.of(data, NoAugment(), device=cpu, precision=FP32(), **how).eval(stored)
+    return 255 * DeviceTransforms.of(raw, NoAugment(), device=cpu, precision=FP32(), seed=0).eval(stored)
 
 
 @pytest.mark.parametrize("fit", CROP_MODES)
@@ -94,9 +94,7 @@ def test_a_stored_square_is_cut_as_by_timm_where_its_size_follows_from_the_input
 
 
 def predictor_of(card: ModelCard) -> Predictor:
-    transforms = DeviceTransforms.of(
-        card, NoAugment(), device=torch.device("cpu"), precision=FP32(), seed=0, interpolation=card.interpolation
-    )
+    transforms = DeviceTransforms.of(card, NoAugment(), device=torch.device("cpu"), precision=FP32(), seed=0)
     return Predictor(
         card=card,
         model=torch.nn.Identity(),

@@ -1,6 +1,6 @@
 """Augmentations: the change of a sample depends on its key alone, and follows the augmentation's definition."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -169,8 +169,9 @@ def test_crops_of_a_batch_on_a_gpu_or_of_one_pixel_have_the_pixels_of_pillow(
 def test_too_fine_stripes_are_grey_in_training_as_in_evaluation(augment: Augment, interpolation: str) -> None:
     source = Folder(path="nowhere", decode_size=256, input_size=32, crop=1)
     stripes = torch.tensor([0, 255], dtype=torch.uint8).repeat(128).expand(8, 3, 256, 256)
-    form: Any = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, "interpolation": interpolation}
-    path = DeviceTransforms.of(source, augment, mean=[0.0] * 3, std=[1.0] * 3, **form)
+    form: Any = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0}
+    how = replace(source.preprocessing, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation=interpolation)
+    path = DeviceTransforms.of(how, augment, **form)
     seen, evaluated = path.augmented(stripes, 0, torch.arange(8)), path.eval(stripes)
     torch.testing.assert_close(seen, evaluated.expand_as(seen), atol=0.1, rtol=0)
     torch.testing.assert_close(seen, torch.full_like(seen, 0.5), atol=0.1, rtol=0)

@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as T
 
 import lockstep
-from helpers import refusal, resolved, train_here
+from helpers import preprocessing, refusal, resolved, train_here
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile
@@ -100,7 +100,7 @@ def test_what_is_no_image_of_so_many_channels_is_one_sentence(kind: str) -> None
     make, sentence = REFUSED[kind]
     pytest.importorskip("tifffile")
     with pytest.raises(InputError, match=sentence):
-        stored_image(make(), (CHANNELS, 8, 8))
+        stored_image(make(), preprocessing(8, 8, CHANNELS))
 
 
 def test_only_what_tifffile_logs_of_our_files_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,7 +154,7 @@ def test_a_broken_array_is_skipped_like_a_broken_photo(root: Path, tmp_path: Pat
 def test_bands_without_their_package_are_refused_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs the package tifffile.*pip install"):
-        stored_image(b"II*\0", (CHANNELS, 8, 8))
+        stored_image(b"II*\0", preprocessing(8, 8, CHANNELS))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from helpers import decoded
+from helpers import decoded, preprocessing
 from lockstep.checkpoint.weights import load_start
 from lockstep.core.errors import BrokenImage, InputError, LockstepError
 from lockstep.core.safe_read import MOST_BYTES
@@ -124,14 +124,14 @@ def test_an_image_of_a_size_that_no_photo_has_is_not_decoded(
 ) -> None:
     (tmp_path / "image").write_bytes(content)
     with pytest.raises(InputError, match=f"cannot be read as an image \\({says}"):
-        stored_image(entrance(tmp_path / "image"), (3, 8, 8))
+        stored_image(entrance(tmp_path / "image"), preprocessing(8, 8))
 
 
 def test_a_file_that_is_longer_than_any_image_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "image").open("wb") as file:
         file.truncate(2**42)
     with pytest.raises(InputError, match="it has 4,398,046,511,104 bytes, expected at most 1,073,741,824"):
-        stored_image(tmp_path / "image", (3, 8, 8))
+        stored_image(tmp_path / "image", preprocessing(8, 8))
 
 
 @pytest.mark.parametrize("name", TARS)
@@ -219,11 +219,11 @@ SIZE = {256: [64], 257: [48], 259: [8]}
 def test_an_image_cannot_become_more_than_the_limit(name: str) -> None:
     channels, make, says = IMAGES[name]
     pytest.importorskip("tifffile")
-    stored_image(bytes(make_plain(channels)), (channels, 8, 8))  # imports the decoders
+    stored_image(bytes(make_plain(channels)), preprocessing(8, 8, channels))  # imports the decoders
     content = make()
     assert len(content) < 25e6
     with at_most(MOST_BYTES // 2), pytest.raises(InputError, match=says):
-        stored_image(content, (channels, 8, 8))
+        stored_image(content, preprocessing(8, 8, channels))
 
 
 def make_plain(channels: int) -> bytes:
@@ -328,15 +328,15 @@ def test_a_file_cannot_become_more_than_the_limit(tmp_path: Path, name: str) -> 
 HONEST: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "a.png": (
         lambda path: Image.new("RGB", (5000, 5000)).save(path),
-        lambda path: stored_image(path, (3, 8, 8)),
+        lambda path: stored_image(path, preprocessing(8, 8)),
     ),
     "b.png": (
         lambda path: Image.new("RGB", (5000, 5000)).save(path),
-        lambda path: FileSplit([path], torch.zeros(1), (8, 8), skip=1).fetch([0]),
+        lambda path: FileSplit([path], torch.zeros(1), preprocessing(8, 8), skip=1).fetch([0]),
     ),
     "c.npy": (
         lambda path: np.save(path, np.zeros((5000, 5000, 5), dtype=np.uint8)),
-        lambda path: FileSplit([path], torch.zeros(1), (8, 8), skip=1, channels=5).fetch([0]),
+        lambda path: FileSplit([path], torch.zeros(1), preprocessing(8, 8, 5), skip=1).fetch([0]),
     ),
     "train-images-idx3-ubyte": (
         lambda path: sparse(path, b"\0\0\x08\3" + struct.pack(">3I", 2**19, 28, 28), 16 + 2**19 * 784),

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as T
 
-from helpers import decoded
+from helpers import decoded, preprocessing
 from lockstep.core.data_protocols import Crop
 from lockstep.data.datasets.decode import Box, ImageFile, Stored
 from lockstep.data.datasets.files import FileSplit
@@ -110,7 +110,7 @@ def test_a_split_with_boxes_cuts_others_in_each_epoch_and_the_same_again(tmp_pat
     for number, path in enumerate(paths):
         photograph(60 + number, 80).save(path)
     crop = Crop(RandomResizedCrop().boxes, seed=3, size=(16, 24))
-    split = FileSplit(paths, torch.zeros(6, dtype=torch.int64), (32, 32), crop=crop)
+    split = FileSplit(paths, torch.zeros(6, dtype=torch.int64), preprocessing(32, 32), crop=crop)
     first = split.fetch([0, 1, 2, 3, 4, 5], 1)
     assert first.shape == (6, 3, 16, 24)
     assert torch.equal(split.fetch([4, 2], 1), first[[4, 2]])

@@ -69,7 +69,9 @@ def scores(model: nn.Module, source: Any, **options: Any) -> Any:
         task=Multiclass(),
         loss=MaskedLoss(built, tolerates_broken=val.skip > 0),
         loader=EvalLoader(world=world, eval_batch=block, **feed),
-        transforms=DeviceTransforms.of(source, CropFlip(), device=world.device, precision=precision, seed=0),
+        transforms=DeviceTransforms.of(
+            source.preprocessing, CropFlip(), device=world.device, precision=precision, seed=0
+        ),
         **{"precision": precision, "world": world, "views": 1, **observed},
     )
 

@@ -85,7 +85,7 @@ def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
     _, data = build_data(resolved(*words), World.solo())
     split: Any = data.train
     assert (split.crop.seed, data.transforms.seed) == (7, 7)
-    assert {part.interpolation for part in (data.train, data.val, data.transforms)} == {"bicubic"}  # type: ignore[union-attr]
+    assert {part.preprocessing.interpolation for part in (data.train, data.val, data.transforms)} == {"bicubic"}  # type: ignore[union-attr]
     assert data.transforms.mix == Mix(classes=1, mixup=0.25, cutmix=0.5, by="batch", switch=0.1, prob=0.9, until=9)
 
 

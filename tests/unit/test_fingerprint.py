@@ -8,12 +8,17 @@ import pytest
 
 from helpers import built
 from lockstep.config import options
+from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, ranged, with_role
 from lockstep.core.world import World
 from lockstep.models import DigitNet, Timm, Torchvision
-from lockstep.training.resolved_job import check_same_data, describe, fingerprint, plan_of, train_longer
+from lockstep.training.resolved_job import ResolvedJob, check_same_data, describe, fingerprint, plan_of, train_longer
 from thread_ranks import ThreadRanks
+
+
+def facts_of(job: Job, examples: int) -> dict[str, Any]:
+    return fingerprint(ResolvedJob.of(job), examples)
 
 
 def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
@@ -33,7 +38,7 @@ def test_how_a_job_is_run_is_not_what_it_is() -> None:
     words = ("model.compile=true", "model.channels_last=true", "epochs=99", "strategy=ddp", "precision=bf16")
     words += ("loader=streaming", "optimizer.lr=0.5", "train.micro_batches=4", "data_root=elsewhere")
     words += ("launcher.threads=1", "train.eval_batch=7", "cost.usd_per_gpu_hour=2", "telemetry.report=never")
-    assert fingerprint(built(*words), 1442) == fingerprint(built(), 1442)
+    assert facts_of(built(*words), 1442) == facts_of(built(), 1442)
 
 
 def test_a_resume_may_change_a_users_field_that_makes_no_other_run(
@@ -48,10 +53,10 @@ def test_a_resume_may_change_a_users_field_that_makes_no_other_run(
         shown: bool = with_role(Role.display, False)
 
     facts = [
-        fingerprint(replace(built(), model=model), 1442)["model"] for model in (Mine(), Mine(fused=True, shown=True))
+        facts_of(replace(built(), model=model), 1442)["model"] for model in (Mine(), Mine(fused=True, shown=True))
     ]
     assert facts == ["Mine()", "Mine()"]
-    assert fingerprint(replace(built(), model=Mine(depth=2)), 1442)["model"] == "Mine(depth=2)"
+    assert facts_of(replace(built(), model=Mine(depth=2)), 1442)["model"] == "Mine(depth=2)"
 
 
 CHANGES = {"model": "model.width=64 model=resnet18", "input_shape": "dataset.input_size=16", "batch": "batch=32"}
@@ -62,7 +67,7 @@ CHANGES |= {"normalisation": "input.mean=[0.5] input.std=[0.5]", "interpolation"
 
 @pytest.mark.parametrize(("change", "key"), [(word, key) for key in CHANGES for word in CHANGES[key].split()])
 def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) -> None:
-    here, there = fingerprint(built(), 1442), fingerprint(built(change), 1442)
+    here, there = facts_of(built(), 1442), facts_of(built(change), 1442)
     assert [name for name in here if here[name] != there[name]] == [key]
 
 
@@ -71,7 +76,7 @@ def of_folder(path: Path, *files: str, crop_from: str = "square", examples: int 
     for file in (path / split / file for split in ("train", "val") for file in files):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    return fingerprint(built("dataset=folder", f"dataset.path={path}", f"dataset.crop_from={crop_from}"), examples)
+    return facts_of(built("dataset=folder", f"dataset.path={path}", f"dataset.crop_from={crop_from}"), examples)
 
 
 def test_the_examples_their_files_their_classes_and_their_boxes_are_part_of_a_job(tmp_path: Path) -> None:
@@ -100,7 +105,7 @@ def test_every_rank_is_told_which_rank_has_other_data(other: int, monkeypatch: p
 
 
 def test_two_optimizers_of_timm_are_two() -> None:
-    lamb, lion = (fingerprint(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
+    lamb, lion = (facts_of(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
     assert (lamb["optimizer"], lion["optimizer"]) == ("lamb", "lion")
 
 

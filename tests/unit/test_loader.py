@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from helpers import preprocessing
 from lockstep.core.data_protocols import Crop, LoaderContext, Shard, Source
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, share
@@ -169,7 +170,7 @@ def test_the_ranks_of_a_machine_decode_a_share_each_and_know_all_images_and_all_
         Image.fromarray(np.full((4, 4, 3), number % 256, dtype=np.uint8)).save(path)
     for number in (7, 290):
         paths[number].write_bytes(b"no image")
-    split = FileSplit(paths, torch.zeros(300, dtype=torch.int64), (4, 4), skip=2)
+    split = FileSplit(paths, torch.zeros(300, dtype=torch.int64), preprocessing(4, 4), skip=2)
     expected, broken = read_images(split, list(range(300)))
 
     def decoded(here: World) -> tuple[bool, list[int], str]:

@@ -37,7 +37,7 @@ SEED = 5
 
 def transforms(mix: Mix | None, precision: FP32 | None = None) -> DeviceTransforms:
     form: Any = {"device": torch.device("cpu"), "precision": precision or FP32(), "seed": SEED}
-    return DeviceTransforms.of(Digits(), CropFlip(), mix=mix, **form)
+    return DeviceTransforms.of(Digits().preprocessing, CropFlip(), mix=mix, **form)
 
 
 def mixing(kind: str, **options: Any) -> Mix:

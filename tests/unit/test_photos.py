@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_dtype
 
-from helpers import ROOT, decoded
+from helpers import ROOT, decoded, preprocessing
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.files import FileSplit
@@ -33,7 +33,7 @@ ORIENTATION = 0x0112
 
 def read(path: Path) -> Tensor:
     """The pixels of a file, read by a split."""
-    return FileSplit([path], torch.tensor([0]), (SIZE, SIZE)).fetch([0])[0]
+    return FileSplit([path], torch.tensor([0]), preprocessing(SIZE, SIZE)).fetch([0])[0]
 
 
 def by_pillow(path: Path) -> Tensor:
@@ -144,7 +144,7 @@ def ways(path: Path) -> dict[str, Tensor]:
     with Image.open(path) as unread, Image.open(path) as loaded:
         loaded.load()
         forms = {"path": path, "bytes": path.read_bytes(), "unread": unread, "loaded": loaded}
-        return {form: stored_image(image, (3, SIZE, SIZE)) for form, image in forms.items()}
+        return {form: stored_image(image, preprocessing(SIZE, SIZE)) for form, image in forms.items()}
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF", "BMP", "GIF", "WEBP", "PPM"])
@@ -189,7 +189,7 @@ def test_wide_numbers_become_those_that_torchvision_makes_of_them(tmp_path: Path
     values = torch.arange(65536).view(256, 256)
     Image.fromarray(values.numpy().astype(np.uint16)).save(tmp_path / "a.tif")
     expected = to_dtype(values.to(torch.uint16), torch.uint8, scale=True)
-    assert torch.equal(stored_image(tmp_path / "a.tif", (3, 256, 256)), expected.expand(3, 256, 256))
+    assert torch.equal(stored_image(tmp_path / "a.tif", preprocessing(256, 256)), expected.expand(3, 256, 256))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_numbers_without_a_white_are_refused_with_the_line_that_converts_them(
     message = f"{name}.*its pixels are {kind}, and nothing says which value is white.*Image.fromarray"
     for image in (tmp_path / name, (tmp_path / name).read_bytes(), Image.fromarray(values)):
         with pytest.raises(InputError, match=message.removeprefix(f"{name}.*")):
-            stored_image(image, (3, SIZE, SIZE))
+            stored_image(image, preprocessing(SIZE, SIZE))
     with pytest.raises(InputError, match=message):
         read(tmp_path / name)
 
@@ -255,17 +255,17 @@ def test_an_image_that_was_changed_after_it_was_opened_is_not_read_again_from_it
     COLOURS.save(tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
         image.paste((9, 8, 7), (0, 0, SIZE, SIZE))
-        assert stored_image(image, (3, SIZE, SIZE))[:, 0, 0].tolist() == [9, 8, 7]
+        assert stored_image(image, preprocessing(SIZE, SIZE))[:, 0, 0].tolist() == [9, 8, 7]
     with Image.open(write("animated gif", tmp_path)) as image:
         image.seek(1)
         second = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-        assert torch.equal(stored_image(image, (3, SIZE, SIZE)), second)
+        assert torch.equal(stored_image(image, preprocessing(SIZE, SIZE)), second)
 
 
 def test_a_large_jpeg_that_pillow_has_not_decoded_is_scaled_as_its_file_is(tmp_path: Path) -> None:
     COLOURS.resize((400, 300)).save(tmp_path / "a.jpg")
     with Image.open(tmp_path / "a.jpg") as image:
-        assert torch.equal(stored_image(image, (3, SIZE, SIZE)), read(tmp_path / "a.jpg"))
+        assert torch.equal(stored_image(image, preprocessing(SIZE, SIZE)), read(tmp_path / "a.jpg"))
         assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "a.jpg")))  # and is still usable
 
 
@@ -371,5 +371,5 @@ def test_real_photos_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
 )
 def test_grey_is_the_luminance(colour: tuple[int, int, int], luminance: int) -> None:
     image = Image.new("RGB", (8, 8), colour)
-    assert stored_image(image, (1, 8, 8)).unique().tolist() == [luminance]
-    assert stored_image(image, (1, 8, 8)).unique().tolist() == [int(np.array(image.convert("L"))[0, 0])]
+    assert stored_image(image, preprocessing(8, 8, 1)).unique().tolist() == [luminance]
+    assert stored_image(image, preprocessing(8, 8, 1)).unique().tolist() == [int(np.array(image.convert("L"))[0, 0])]

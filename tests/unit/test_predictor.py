@@ -391,19 +391,12 @@ def test_images_are_resized_as_in_the_training_of_the_weights(digits: RunDir, tm
     for interpolation in ("bilinear", "bicubic"):
         path = tmp_path / f"{interpolation}.safetensors"
         save_file(tensors, path, changed(digits, interpolation=interpolation))
-        assert lockstep.load(path).transforms.interpolation == interpolation
+        assert lockstep.load(path).transforms.preprocessing.interpolation == interpolation
 
 
 def test_a_grey_image_gets_the_mean_of_all_colours() -> None:
-    trained = TrainedInput(size=8, crop=1.0, mean=(0.2, 0.4, 0.6), std=(1.0, 2.0, 3.0), interpolation="bilinear")
+    trained = TrainedInput(input_shape=(3, 8, 8), eval_crop=1.0, mean=(0.2, 0.4, 0.6), std=(1.0, 2.0, 3.0))
     assert trained.normalisation(3) == ((0.2, 0.4, 0.6), (1.0, 2.0, 3.0))
     for channels in (1, 4):
         expected = np.array([[0.4] * channels, [2] * channels])
         assert np.array(trained.normalisation(channels)) == pytest.approx(expected)
-
-
-def test_a_card_has_the_height_and_width_of_images(digits: RunDir) -> None:
-    card = vars(read_card(digits.weights))
-    wide = ModelCard(**{**card, "input_shape": (1, 8, 12), "image_shape": (1, 16, 10)})
-    trained = TrainedInput.of_card(wide)
-    assert (trained.size, trained.stored) == ((8, 12), (16, 10))

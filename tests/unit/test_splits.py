@@ -16,9 +16,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import CenterCrop, Compose, Resize
 from torchvision.transforms.v2 import functional as T
 
+from helpers import preprocessing
 from lockstep.core.data_protocols import Crop
 from lockstep.core.errors import BrokenImage, InputError
-from lockstep.data.datasets import Folder, decode
+from lockstep.data.datasets import decode
 from lockstep.data.datasets.arrays import check_labels
 from lockstep.data.datasets.files import FileSplit
 
@@ -28,7 +29,7 @@ COLOUR = (124, 116, 104)  # the mean of ImageNet
 
 def decoded(path: Path, size: int = 20) -> Tensor:
     """The file's pixels, read by a split."""
-    return FileSplit([path], torch.tensor([0]), (size, size)).fetch([0])[0]
+    return FileSplit([path], torch.tensor([0]), preprocessing(size, size)).fetch([0])[0]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,7 @@ def test_a_file_is_fitted_as_torchvision_and_timm_do_it(
 ) -> None:
     path = tmp_path / "image.png"
     Image.fromarray(PIXELS).save(path)
-    own = FileSplit([path], torch.tensor([0]), size, fit=fit)
-    split = Folder(path="x").read_as(own, "bilinear", (0.485, 0.456, 0.406))
+    split = FileSplit([path], torch.tensor([0]), preprocessing(*size, fit=fit, mean=(0.485, 0.456, 0.406)))
     # With vector instructions torch resizes bytes, on other CPUs floats, whose rounding depends on the crop.
     difference = split.fetch([0])[0].int() - T.pil_to_tensor(transform(Image.fromarray(PIXELS))).int()
     assert difference.abs().max() <= 1
@@ -61,8 +61,8 @@ def test_a_file_is_resized_by_the_interpolation_that_is_asked_for(tmp_path: Path
     whole = T.pil_to_tensor(Image.fromarray(PIXELS))
     for interpolation in ("bilinear", "bicubic"):
         mode = T.InterpolationMode(interpolation)
-        how: dict[str, Any] = {"crop": crop, "interpolation": interpolation}
-        split = FileSplit([tmp_path / "image.png"], torch.tensor([0]), (30, 30), **how)
+        how = preprocessing(30, 30, interpolation=interpolation)
+        split = FileSplit([tmp_path / "image.png"], torch.tensor([0]), how, crop=crop)
         if crop is None:
             expected = T.center_crop(T.resize(whole, [30, 45], mode, antialias=True), [30, 30])
         else:
@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_decoded_is_named_with_its_index(tmp_path: Path, s
     Image.fromarray(PIXELS).save(good)
     content = {"cut": good.read_bytes()[:300], "empty": b"", "other bytes": b"no image " * 9}
     bad.write_bytes(content[damage])
-    split = FileSplit([good, good, bad], torch.tensor([0, 0, 0]), (20, 20))
+    split = FileSplit([good, good, bad], torch.tensor([0, 0, 0]), preprocessing(20, 20))
     split.fetch([0])
     with pytest.raises(InputError) as caught:
         split.fetch([0, 2])
@@ -107,9 +107,10 @@ def bomb(path: Path, side: int = 50_000) -> Path:
 
 def test_a_strip_that_resizing_would_make_huge_is_refused(tmp_path: Path) -> None:
     Image.new("RGB", (1, 60_000)).save(tmp_path / "strip.png")
-    assert FileSplit([tmp_path / "strip.png"], torch.tensor([0]), (4, 4)).fetch([0]).shape == (1, 3, 4, 4)
+    strip, label = [tmp_path / "strip.png"], torch.tensor([0])
+    assert FileSplit(strip, label, preprocessing(4, 4)).fetch([0]).shape == (1, 3, 4, 4)
     with pytest.raises(InputError, match="its header says 1x60000, expected at most"):
-        FileSplit([tmp_path / "strip.png"], torch.tensor([0]), (224, 224)).fetch([0])
+        FileSplit(strip, label, preprocessing(224, 224)).fetch([0])
 
 
 @pytest.mark.parametrize("suffix", ["png", "gif", "jpg", "bmp"])

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import command, photos_of_two_classes
+from helpers import command, photos_of_two_classes, preprocessing
 from lockstep.cli.pack import pack
 from lockstep.core import safe_read
 from lockstep.core.errors import BrokenImage, StorageError
@@ -107,7 +107,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "MNIST": ("train-images-idx3-ubyte", lambda root: MNIST(root=str(root)).prepare()),
     "a photo to predict": (
         "0.png",
-        lambda root: stored_image(next((root / "photos").rglob("*0.png")), (3, 8, 8)),
+        lambda root: stored_image(next((root / "photos").rglob("*0.png")), preprocessing(8, 8)),
     ),
 }
 
@@ -185,9 +185,9 @@ def test_a_photo_of_a_list_that_cannot_be_opened_is_not_damaged(tmp_path: Path, 
 
         monkeypatch.setattr(os, "open", denied)
     with pytest.raises(StorageError, match=r"a.png is an image of the data set and cannot be read \("):
-        read_images(FileSplit([path], torch.zeros(1), (8, 8), skip=1), [0])
+        read_images(FileSplit([path], torch.zeros(1), preprocessing(8, 8), skip=1), [0])
     with pytest.raises(safe_read.InputError, match=r"a.png(: there is no| cannot be read as an image \(Perm)"):
-        stored_image(path, (3, 8, 8))
+        stored_image(path, preprocessing(8, 8))
 
 
 def test_a_file_of_a_run_that_cannot_be_read_is_damage_of_the_run(tmp_path: Path, faults: Faults) -> None:

@@ -40,7 +40,7 @@ def test_a_model_of_each_family_can_be_built_at_the_size_that_it_was_made_for() 
     assert len(families) > 12
     for name in families.values():
         option = Torchvision(name=name)
-        assert sketch(option, 7, (3, *option.trained_input().size))
+        assert sketch(option, 7, option.trained_input().input_shape)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,8 @@ def test_weights_fill_all_but_the_head(name: str, head: str, tmp_path: Path, mon
 def test_images_are_those_of_the_weights() -> None:
     trained = Torchvision(name="efficientnet_v2_s").trained_input()
     usual = models.EfficientNet_V2_S_Weights.DEFAULT.transforms()
-    assert (trained.size, trained.crop) == (2 * tuple(usual.crop_size), usual.crop_size[0] / usual.resize_size[0])
+    share = usual.crop_size[0] / usual.resize_size[0]
+    assert (trained.input_shape, trained.eval_crop) == ((3, *2 * tuple(usual.crop_size)), share)
     assert (trained.mean, trained.std) == (tuple(usual.mean), tuple(usual.std))
     assert trained.interpolation == usual.interpolation.value
 

@@ -118,7 +118,7 @@ def trainer_of(
     events = {"log_every": 1, "eval_every": 1, "save_every": 1, **(every or {})}
     plan = Plan(examples=10, batch=8, total_steps=steps, micro_batches=micro_batches, **events)
     replica = strategy.replicate(model, plan, ()) if world.size > 1 else model
-    transforms = DeviceTransforms.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0)
+    transforms = DeviceTransforms.of(SOURCE.preprocessing, NoAugment(), device=world.device, precision=FP64(), seed=0)
     draws, sgd = ForwardDraws(seed=0, device=world.device), SGD(momentum=0.0, lr=0.5).build(model)
     scaler = options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False))
     state = TrainState(model=model, replica=replica, draws=draws, optimizer=sgd, scaler=scaler, ema=ema)

@@ -12,6 +12,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
+from helpers import resolved
 from lockstep.core.data_protocols import Shard
 from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import ERASE, SampleRNG, sample_keys, uniform
@@ -31,7 +32,7 @@ AUGMENTS = [NoAugment(), CropFlip(), RandomResizedCrop()]
 
 def transforms(source: Any, augment: Any = None, **options: Any) -> DeviceTransforms:
     chosen = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, "cropped": source.crops_files, **options}
-    return DeviceTransforms.of(source, augment or NoAugment(), **chosen)
+    return DeviceTransforms.of(source.preprocessing, augment or NoAugment(), **chosen)
 
 
 def train(preprocessing: DeviceTransforms, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
@@ -71,7 +72,8 @@ def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precisio
 def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str) -> None:
     source = CIFAR10(input_size=size)
     batch = images(3, 3, 32, 32)
-    path = transforms(source, precision=FP64(), interpolation=interpolation)
+    how = replace(source.preprocessing, interpolation=interpolation)
+    path = replace(transforms(source, precision=FP64()), preprocessing=how)
     expected = T.resize(batch.double(), [size, size], T.InterpolationMode(interpolation), antialias=True)
     actual = path.eval(batch)
     expected = T.normalize(expected / 255, list(source.mean), list(source.std))
@@ -81,7 +83,8 @@ def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str
 
 def test_a_mean_and_a_deviation_that_are_given_come_before_those_of_the_data() -> None:
     batch, mean, std = images(2, 3, 32, 32), [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
-    path = transforms(CIFAR10(), precision=FP64(), mean=mean, std=std)
+    how = resolved("dataset=cifar10", "device=cpu", f"input.mean={mean}", f"input.std={std}").preprocessing
+    path = DeviceTransforms.of(how, NoAugment(), device=torch.device("cpu"), precision=FP64(), seed=0)
     expected = T.normalize(batch.double() / 255, mean, std)
     torch.testing.assert_close(path.eval(batch), expected, rtol=1e-12, atol=1e-12)
 
@@ -133,7 +136,8 @@ def test_any_image_size_is_augmented_and_evaluated_in_any_crop_and_view(size: in
 def test_the_sides_of_the_evaluated_centre_are_rounded_each_on_its_own(crop: float, size: tuple[int, int]) -> None:
     batch = images(2, 3, 32, 20)
     one = torch.ones((1, 3, 1, 1))
-    whole = replace(transforms(CIFAR10()), eval_crop=crop, input_shape=(3, *size), scale=one, shift=0 * one)
+    cut = replace(CIFAR10().preprocessing, eval_crop=crop, input_shape=(3, *size))
+    whole = replace(transforms(CIFAR10()), preprocessing=cut, scale=one, shift=0 * one)
     assert torch.equal(whole.eval(batch), T.center_crop(batch, list(size)).float())
 
 

@@ -66,8 +66,7 @@ def weights_file(path: Path, key: str = START) -> Path:
 
 def trained_input(path: Path) -> TrainedInput | None:
     """The images that the weights at `path` (as for `weights_file`) were trained on; None if the file has no card."""
-    card = find_card(weights_file(path))
-    return None if card is None else TrainedInput.of_card(card)
+    return find_card(weights_file(path))
 
 
 def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping[str, Tensor]]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.core.errors import BrokenImage
 from lockstep.core.fields import Component
-from lockstep.core.model_card import CLASSES, CROP
+from lockstep.core.model_card import CLASSES, CROP, Preprocessing
 from lockstep.core.plan import share
 from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
@@ -246,8 +246,20 @@ class Source(Component, Protocol):
         """The examples that a run scores once, with its best weights; None if there is no such split."""
         return None
 
-    def read_as(self, split: Split, interpolation: str, mean: Sequence[float], crop: Crop | None = None) -> Split:
-        """One of the splits with this interpolation, frames of the mean colour and boxes, if it decodes images."""
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """The facts above as one value; a job has its own mean, standard deviation and interpolation."""
+        return Preprocessing(
+            image_shape=self.image_shape,
+            input_shape=self.input_shape,
+            eval_crop=self.eval_crop,
+            mean=self.mean,
+            std=self.std,
+            fit=self.fit,
+        )
+
+    def read_as(self, split: Split, preprocessing: Preprocessing, crop: Crop | None = None) -> Split:
+        """One of the splits; where it decodes files, it does it as described, and cuts these boxes from them."""
         return split
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from lockstep.core.centre import Size, evaluated_size
 from lockstep.core.errors import as_unicode, shown
 from lockstep.core.fields import TEXT, Check, Number, choice, rule_of, ruled
 from lockstep.core.monitor import Monitor, figure_text
@@ -81,23 +82,61 @@ _SCORES = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelCard:
+class TrainedInput:
+    """The images that published weights were trained on. A model that starts from them gets images of the same kind.
+
+    Fields:
+        image_shape: (channels, height, width) of a stored uint8 image, before it is cropped; None if it is not known.
+        input_shape: (channels, height, width) of an image that the model gets.
+        eval_crop: the central part of a stored image that is evaluated, as a share of its side.
+        mean, std: the mean and standard deviation of each channel, for pixels from 0 to 1.
+        interpolation: how images are resized, one of `INTERPOLATIONS`.
+        fit: how a file becomes a stored image, one of `FITS`.
+    """
+
+    image_shape: Shape | None = None
+    input_shape: Shape = ruled(MISSING, _SHAPE)
+    eval_crop: float = ruled(MISSING, Number(low=0, high=1, low_open=True))
+    mean: tuple[float, ...] = ruled(MISSING, _numbers(-1e6))
+    std: tuple[float, ...] = ruled(MISSING, _numbers(1e-6))
+    interpolation: str = choice(INTERPOLATION, *INTERPOLATIONS)
+    fit: str = choice(CROP, *FITS)
+
+    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation for images with `channels` channels, see `per_channel`."""
+        return per_channel(self.mean, channels), per_channel(self.std, channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing(TrainedInput):
+    """How a file becomes a stored image, and a stored image the input of the model in an evaluation."""
+
+    image_shape: Shape = ruled(MISSING, _SHAPE)
+
+    @property
+    def centre(self) -> Size:
+        """The (height, width) of the part of a stored image that is evaluated."""
+        return evaluated_size(self.image_shape[1:], self.eval_crop, self.input_shape[1:])
+
+    @property
+    def fill(self) -> tuple[int, ...]:
+        """The colour of frames: the pixel value of each channel that is nearest to its mean."""
+        return tuple(min(max(round(255 * value), 0), 255) for value in self.mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard(Preprocessing):
     """The description of a model and of the images that it was evaluated on.
 
     Fields:
         model, precision, loss: the config nodes of these components: `_target_` and the fields of the class.
         class_names: the names, indexed by label; empty if the classes have no names.
-        image_shape: (channels, height, width) of a stored uint8 image, before it is cropped.
-        input_shape: (channels, height, width) of an image that the model gets.
-        eval_crop: the central part of a stored image that is evaluated, as a share of its side.
-        mean, std: the mean and standard deviation of each channel, for pixels from 0 to 1.
         eval_views: the number of views of an image whose logits are averaged.
         eval_batch: the images of one block of the evaluation; the last bits of a logit depend on it.
         trained_on: the config node of the data set, without paths, and the sha256 of its examples.
         lockstep: the version of Lockstep that wrote the file.
         scores: the figures of their evaluation that have a value, by name; empty if they were not evaluated.
         averaged: whether the weights are a moving average.
-        fit: how a file becomes a stored image, one of `FITS`.
         probabilities: how logits become probabilities, as in the loss of the training; `values` are none.
         targets: what the outputs are: `classes`, `labels` or `values`.
         monitor: the figure that has chosen the weights.
@@ -108,11 +147,6 @@ class ModelCard:
     loss: Node = ruled(MISSING, _NODE)
     classes: int = ruled(MISSING, _COUNT)
     class_names: tuple[str, ...] = ruled(MISSING, _TEXTS)
-    image_shape: Shape = ruled(MISSING, _SHAPE)
-    input_shape: Shape = ruled(MISSING, _SHAPE)
-    eval_crop: float = ruled(MISSING, Number(low=0, high=1, low_open=True))
-    mean: tuple[float, ...] = ruled(MISSING, _numbers(-1e6))
-    std: tuple[float, ...] = ruled(MISSING, _numbers(1e-6))
     eval_views: int = choice(MISSING, *VIEWS)
     eval_batch: int = ruled(MISSING, _COUNT)
     trained_on: Node = ruled(MISSING, Check("a mapping", lambda value: isinstance(value, dict)))
@@ -120,8 +154,6 @@ class ModelCard:
     step: int = ruled(0, Number(low=0, high=2**62, whole=True))
     scores: Mapping[str, float] = ruled({}, _SCORES)
     averaged: bool = ruled(False, Check("true or false", lambda value: isinstance(value, bool)))
-    interpolation: str = choice(INTERPOLATION, *INTERPOLATIONS)
-    fit: str = choice(CROP, *FITS)
     probabilities: str = choice(SOFTMAX, *PROBABILITIES)
     targets: str = choice(CLASSES, *TARGETS)
     monitor: str = ruled("top1", TEXT)
@@ -188,39 +220,6 @@ class ModelCard:
                 f"it has {len(card.class_names):,} class_names, expected one for each of {card.classes:,}"
             )
         return card
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedInput:
-    """The images that weights were trained on. A model that starts from the weights gets images of the same kind.
-
-    `size` is the (height, width) of the model's input, and `stored` the (height, width) of a stored image (None if it
-    is not known). The other fields are as in `ModelCard`.
-    """
-
-    size: tuple[int, int]
-    crop: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-    stored: tuple[int, int] | None = None
-    fit: str = CROP
-
-    @classmethod
-    def of_card(cls, card: ModelCard) -> TrainedInput:
-        return cls(
-            size=card.input_shape[1:],
-            crop=card.eval_crop,
-            mean=card.mean,
-            std=card.std,
-            interpolation=card.interpolation,
-            stored=card.image_shape[1:],
-            fit=card.fit,
-        )
-
-    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation for images with `channels` channels, see `per_channel`."""
-        return per_channel(self.mean, channels), per_channel(self.std, channels)
 
 
 def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

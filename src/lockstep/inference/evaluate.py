@@ -18,7 +18,7 @@ from lockstep.config.schema import RECIPES
 from lockstep.core import log
 from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
-from lockstep.core.model_card import CLASSES, TrainedInput, class_name
+from lockstep.core.model_card import CLASSES, class_name
 from lockstep.core.monitor import figure_word, telling
 from lockstep.core.run import FOLD, Run, State, read_overrides
 from lockstep.core.run_dir import RunDir
@@ -186,15 +186,15 @@ def split_for(
     predictor: Predictor, run: RunDir | None, overrides: Sequence[str], split: str
 ) -> tuple[EvaluatedSplit, Source]:
     """A split of a run's data, changed by overrides, for a model; and the data. Raises InputError."""
-    card = TrainedInput.of_card(predictor.card)
-    source, targets = with_sizes(data_of(run, overrides), card), predictor.card.targets
+    card = predictor.card
+    source, targets = with_sizes(data_of(run, overrides), card), card.targets
     source = source if targets == CLASSES else with_targets(source, targets)
     numbers = check_data(predictor, source)
     chosen = {"train": source.train, "val": source.eval, "test": source.test}[split]()
     if chosen is None:
         named = f"it with dataset.test_{source.part}=NAME" if source.part else "data that has one"
         raise InputError(f"--split is test, but the data has no test split; name {named}")
-    examples = source.read_as(chosen, card.interpolation, card.mean)
+    examples = source.read_as(chosen, card)
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
         config = components.load(run.config)

@@ -21,7 +21,7 @@ from lockstep.checkpoint.files import MODEL, load_weights, save_weights
 from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
-from lockstep.core.centre import evaluated_size, stored_side
+from lockstep.core.centre import stored_side
 from lockstep.core.errors import InputError, LockstepError, check_installed, reason_of
 from lockstep.core.model_card import CROP, PAD, SIGMOID, SOFTMAX, SQUASH, VALUES, ModelCard
 from lockstep.core.monitor import figure_text
@@ -75,7 +75,8 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     stored, origin = _images(predictor, file, images)
     if max(predictor.card.input_shape[1:]) < max(stored.shape[2:]):  # else the exported model enlarges the images
         stored = predictor.cropped(stored)
-        predictor = replace(predictor, transforms=replace(predictor.transforms, eval_crop=1.0))
+        whole = replace(predictor.card, eval_crop=1.0)
+        predictor = replace(predictor, transforms=replace(predictor.transforms, preprocessing=whole))
     with progress("exporting"):
         difference = write_export(predictor, stored, target, kind=kind, floats=pixels == "float")
     shape = "x".join(map(str, stored.shape[1:]))
@@ -294,7 +295,7 @@ def timm_share(card: ModelCard) -> float | None:
     largest = min(side / size for side, size in zip(seen, stored, strict=True))
     for share in (card.eval_crop, largest, math.nextafter(largest, 0)):
         if tuple(stored_side(side, share) for side in seen) == stored:
-            return share if evaluated_size(stored, card.eval_crop, seen) == seen else None
+            return share if card.centre == seen else None
     return None
 
 

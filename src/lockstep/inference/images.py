@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.core.errors import InputError, StorageError, out_of_memory, reason_of
-from lockstep.core.model_card import Shape
+from lockstep.core.model_card import Preprocessing
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
 from lockstep.data.datasets.photos import PILLOW_FORMATS, orientation_of, to_rgb, upright
@@ -25,12 +24,11 @@ from lockstep.data.datasets.photos import PILLOW_FORMATS, orientation_of, to_rgb
 ImageLike = str | Path | bytes | Image.Image | NDArray[np.uint8] | Tensor
 
 
-def stored_images(images: ImageLike | Iterable[ImageLike], shape: Shape, *how: Any) -> Tensor:
-    """Images as a data set of `shape` (C, H, W) would store them: uint8 (B, C, H, W), on the CPU.
+def stored_images(images: ImageLike | Iterable[ImageLike], how: Preprocessing) -> Tensor:
+    """Images as a data set with this preprocessing would store them: uint8 (B, C, H, W), on the CPU.
 
     A tensor may also be a batch (B, C, H, W). Arrays and tensors of the right shape are not changed. All other images
-    are processed like image files by `ImageFile.fitted`, whose further arguments are `how`; colours become grey if C
-    is 1.
+    are processed like image files by `ImageFile.stored`; colours become grey if C is 1.
 
     Raises:
         InputError: one is not an image, or the data set has images that no file can hold.
@@ -39,12 +37,13 @@ def stored_images(images: ImageLike | Iterable[ImageLike], shape: Shape, *how: A
         images = list(images)
     if isinstance(images, (str, Path, bytes, Image.Image, np.ndarray, Tensor)):
         images = [images]
-    stored = [stored_image(image, shape, *how) for image in images]
-    return torch.stack(stored) if stored else torch.empty((0, *shape), dtype=torch.uint8)
+    stored = [stored_image(image, how) for image in images]
+    return torch.stack(stored) if stored else torch.empty((0, *how.image_shape), dtype=torch.uint8)
 
 
-def stored_image(image: ImageLike, shape: Shape, *how: Any) -> Tensor:
+def stored_image(image: ImageLike, how: Preprocessing) -> Tensor:
     """One image as by `stored_images`: uint8 (C, H, W)."""
+    shape = how.image_shape
     if isinstance(image, (np.ndarray, Tensor)):
         tensor = _tensor(image)
         if tuple(tensor.shape) == shape:
@@ -53,7 +52,7 @@ def stored_image(image: ImageLike, shape: Shape, *how: Any) -> Tensor:
     name = str(image) if isinstance(image, (str, Path)) else "the image"
     try:
         file = ImageFile.of(contents(Path(image)) if isinstance(image, (str, Path)) else _bytes(image), shape[0])
-        return torch.from_numpy(np.ascontiguousarray(file.fitted(shape[1:], *how)))
+        return torch.from_numpy(np.ascontiguousarray(file.stored(how)))
     except FileNotFoundError:
         raise InputError(f"{name}: there is no such file or folder") from None
     except StorageError:

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from lockstep.core import log
-from lockstep.core.centre import evaluated_size
 from lockstep.core.errors import InputError
 from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.model_card import VALUES, ModelCard
 from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.data.datasets.files import colour_of
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
@@ -88,9 +86,7 @@ class Predictor(Trained):
 
     def stored(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Images as the data set stored its own, uint8 (B, C, H, W) on the CPU; see `stored_images`."""
-        card = self.card
-        centre = evaluated_size(card.image_shape[1:], card.eval_crop, card.input_shape[1:])
-        return stored_images(images, card.image_shape, card.interpolation, card.fit, colour_of(card.mean), centre)
+        return stored_images(images, self.card)
 
     def cropped(self, stored: Tensor) -> Tensor:
         """The pixels that the model sees of stored images: uint8 (B, C, h, w), cropped to the centre and resized."""
@@ -157,7 +153,6 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
         precision=trained.precision,
         memory_format=trained.memory_format,
         seed=0,
-        interpolation=trained.card.interpolation,
     )
     return Predictor(**vars(trained), transforms=transforms)
 

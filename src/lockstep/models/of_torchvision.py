@@ -102,8 +102,8 @@ class Torchvision(Network):
         usual = self._weights.transforms()
         (size,), (resized,), interpolation = usual.crop_size, usual.resize_size, usual.interpolation.value
         return TrainedInput(
-            size=(size, size),
-            crop=min(1.0, size / resized),
+            input_shape=(3, size, size),
+            eval_crop=min(1.0, size / resized),
             mean=tuple(usual.mean),
             std=tuple(usual.std),
             interpolation=interpolation if interpolation in INTERPOLATIONS else INTERPOLATION,

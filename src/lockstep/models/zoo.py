@@ -109,8 +109,8 @@ class Timm(Network):
         if cfg is None or not (cfg.hf_hub_id or cfg.url):
             return None
         return TrainedInput(
-            size=tuple(cfg.input_size[1:]),
-            crop=min(1.0, cfg.crop_pct or 1.0),
+            input_shape=tuple(cfg.input_size),
+            eval_crop=min(1.0, cfg.crop_pct or 1.0),
             mean=tuple(cfg.mean),
             std=tuple(cfg.std),
             interpolation=cfg.interpolation if cfg.interpolation in INTERPOLATIONS else INTERPOLATION,

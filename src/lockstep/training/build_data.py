@@ -134,9 +134,9 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split, Split | None]
     if world.local_rank == 0:
         job.dataset.prepare()
     world.barrier()
-    source, own = job.dataset, (job.input.interpolation, job.input.mean)
-    test = None if (split := source.test()) is None else source.read_as(split, *own)
-    return _cropped(job, source.train(), job.train_shapes[0][1:]), source.read_as(source.eval(), *own), test
+    source, how = job.dataset, job.preprocessing
+    test = None if (split := source.test()) is None else source.read_as(split, how)
+    return _cropped(job, source.train(), job.train_shapes[0][1:]), source.read_as(source.eval(), how), test
 
 
 def _cropped(job: ResolvedJob, train: Split, size: tuple[int, int]) -> Split:
@@ -147,7 +147,7 @@ def _cropped(job: ResolvedJob, train: Split, size: tuple[int, int]) -> Split:
 
         assert isinstance(job.augment, RandomResizedCrop)
         crop = Crop(job.augment.boxes, job.seed, size)
-    return job.dataset.read_as(train, job.input.interpolation, job.input.mean, crop)
+    return job.dataset.read_as(train, job.preprocessing, crop)
 
 
 def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) -> LoaderContext:
@@ -172,15 +172,12 @@ def _training_rate(job: ResolvedJob, world: World) -> float | None:
 def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
     starts = (plan.in_steps("train.sizes", start) for start in job.train.sizes or (0,))
     return DeviceTransforms.of(
-        job.dataset,
+        job.preprocessing,
         job.augment,
         device=world.device,
         precision=job.precision,
         memory_format=job.model.memory_format,
         seed=job.seed,
-        mean=job.input.mean,
-        std=job.input.std,
-        interpolation=job.input.interpolation,
         cropped=job.dataset.crops_files,
         train_sizes=dict(sorted(zip(starts, (shape[1:] for shape in job.train_shapes), strict=True))),
         **_mixing(job, plan),

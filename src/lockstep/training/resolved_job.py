@@ -17,11 +17,11 @@ import lockstep
 from lockstep.checkpoint.reading import difference
 from lockstep.config import components
 from lockstep.config.roles import fields_with
-from lockstep.config.schema import InputBlock, Job, TrainBlock
+from lockstep.config.schema import Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import MOST_STEPS, PATH, Component, Role, default_of, is_timed, rule_of
-from lockstep.core.model_card import CROP, ModelCard
+from lockstep.core.model_card import CROP, ModelCard, Preprocessing
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Averaging, Plan, make_plan
 from lockstep.core.world import World
@@ -40,21 +40,18 @@ class ResolvedTrainBlock(TrainBlock):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedInputBlock(InputBlock):
-    """`input.*`, with a mean and a standard deviation for each channel."""
-
-    mean: list[float]
-    std: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResolvedJob(Job):
     """A job for this machine. Only the ranks, which have the data, choose its loader and `train.micro_batches`."""
 
     epochs: int
     batch: int
     train: ResolvedTrainBlock
-    input: ResolvedInputBlock
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How a file becomes the input of the model."""
+        mean, std = tuple(self.input.mean or ()), tuple(self.input.std or ())
+        return replace(self.dataset.preprocessing, mean=mean, std=std, interpolation=self.input.interpolation)
 
     def micro_batch(self, ranks: int) -> int:
         """The largest number of examples in one forward pass on one of `ranks` ranks."""
@@ -68,8 +65,8 @@ class ResolvedJob(Job):
     @classmethod
     def of(cls, job: Job) -> ResolvedJob:
         """The same job with narrower types."""
-        blocks = {"train": ResolvedTrainBlock(**vars(job.train)), "input": ResolvedInputBlock(**vars(job.input))}
-        return cls(**{field.name: getattr(job, field.name) for field in fields(Job)} | blocks)
+        train = ResolvedTrainBlock(**vars(job.train))
+        return cls(**{field.name: getattr(job, field.name) for field in fields(Job)} | {"train": train})
 
 
 def load_job(path: Path) -> ResolvedJob:
@@ -169,7 +166,7 @@ def of_training(job: ResolvedJob) -> frozenset[str]:
 
 def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
-    fit = job.dataset.fit
+    how = job.preprocessing
     return {
         "model": describe(job.model, of_training(job)),
         "dataset": type(job.dataset).__name__,
@@ -177,10 +174,10 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "class_names": list(job.dataset.class_names),
         "test": None,
         **job.dataset.fingerprint(),
-        "input_shape": list(job.dataset.input_shape),
-        "normalisation": [list(job.input.mean or ()), list(job.input.std or ())],
-        "interpolation": job.input.interpolation,
-        "crop_from": ("file" if job.dataset.crops_files else "square") + f", fit={fit}" * (fit != CROP),
+        "input_shape": list(how.input_shape),
+        "normalisation": [list(how.mean), list(how.std)],
+        "interpolation": how.interpolation,
+        "crop_from": ("file" if job.dataset.crops_files else "square") + f", fit={how.fit}" * (how.fit != CROP),
         "examples": examples,
         "batch": job.batch,
         "sampling": job.train.sampling + f", repeats={job.train.repeats}" * (job.train.repeats > 1),
@@ -212,18 +209,12 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
 def card_of(job: ResolvedJob) -> ModelCard:
     data = job.dataset
     return ModelCard(
+        **vars(job.preprocessing),
         model=_node(job.model, of_training(job) - {"channels_last"}),  # which is faster in use, too
         precision=_node(job.precision),
         loss=_node(job.loss),
         classes=data.classes,
         class_names=tuple(data.class_names),
-        image_shape=data.image_shape,
-        input_shape=data.input_shape,
-        eval_crop=data.eval_crop,
-        mean=tuple(job.input.mean),
-        std=tuple(job.input.std),
-        interpolation=job.input.interpolation,
-        fit=data.fit,
         probabilities=probabilities_of(job.task, job.loss),
         targets=job.task.targets,
         monitor=job.monitor,

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from lockstep.core.centre import Size, centre_start
 from lockstep.core.errors import check_installed
-from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH
+from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH, Preprocessing
 from lockstep.core.safe_read import MOST_BYTES, check_size, stored
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.listing import Member
@@ -101,6 +101,10 @@ class ImageFile(NamedTuple):
         if data.startswith(JPEG) and (scans := photos.scans_of_jpeg(data)) > most:
             raise ValueError(f"it has {scans:,} scans, expected at most {most:,}")
         return file
+
+    def stored(self, how: Preprocessing) -> Stored:
+        """The image as a data set with this preprocessing stores it, see `fitted`."""
+        return self.fitted(how.image_shape[1:], how.interpolation, how.fit, how.fill, how.centre)
 
     def fitted(
         self,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lockstep.config.roles import fields_with
-from lockstep.core.centre import Size, evaluated_size, stored_side
+from lockstep.core.centre import stored_side
 from lockstep.core.data_protocols import SPLIT_NAMES, Crop, Split
 from lockstep.core.errors import BrokenImage, InputError, StorageError, out_of_memory, reason_of
 from lockstep.core.fields import PATTERN, Role, choice, pixels, ranged, ruled, sides
-from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, per_channel
+from lockstep.core.model_card import FITS, MOST_CHANNELS, Preprocessing, per_channel
 from lockstep.core.rng import SampleRNG
 from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets.decode import RGB, ImageFile, contents
@@ -32,23 +32,18 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class FileSplit:
-    """Image files, each decoded to `size`, height and width, by `ImageFile.fitted` with `fit`, `fill` and `centre`.
+    """Image files, each decoded as its `preprocessing` says (see `ImageFile.fitted`).
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
     comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
-    images that a run skips, `interpolation` how images are resized, `channels` how many an image has.
+    images that a run skips.
     """
 
     paths: Files | Sequence[Path | Member]
     labels: Tensor
-    size: tuple[int, int]
+    preprocessing: Preprocessing
     skip: int = 0
     crop: Crop | None = None
-    interpolation: str = INTERPOLATION
-    channels: int = RGB
-    fit: str = CROP
-    fill: tuple[int, ...] = (0,)
-    centre: Size | None = None
 
     images: ClassVar[None] = None
 
@@ -56,20 +51,21 @@ class FileSplit:
         return len(self.paths)
 
     def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
-        size = self.size if self.crop is None else self.crop.size
+        how = self.preprocessing
+        channels, *stored = how.image_shape
+        size = stored if self.crop is None else self.crop.size
         numbers, indices = indices, [index % len(self) for index in indices]
-        decoded = np.empty((len(indices), self.channels, *size), dtype=np.uint8)
-        files = [self._attempt(index, ImageFile.read, self.paths[index], self.channels) for index in indices]
+        decoded = np.empty((len(indices), channels, *size), dtype=np.uint8)
+        files = [self._attempt(index, ImageFile.read, self.paths[index], channels) for index in indices]
         if self.crop is None:
-            how = (size, self.interpolation, self.fit, self.fill, self.centre)
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
-                decoded[number] = self._attempt(index, file.fitted, *how)
+                decoded[number] = self._attempt(index, file.stored, how)
         else:
             sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
             draws = SampleRNG(self.crop.seed, epoch, torch.tensor(numbers, dtype=torch.int64))
             boxes = self.crop.boxes(draws, sizes).tolist()
             for number, (index, file, box) in enumerate(zip(indices, files, boxes, strict=True)):
-                decoded[number] = self._attempt(index, file.box, box, size, self.interpolation)
+                decoded[number] = self._attempt(index, file.box, box, self.crop.size, how.interpolation)
         return torch.from_numpy(decoded)
 
     def name(self, index: int) -> str:
@@ -93,11 +89,6 @@ class FileSplit:
             if memory := out_of_memory(error, name):
                 raise memory from error
             raise BrokenImage(index, name, reason_of(error)) from error
-
-
-def colour_of(mean: Sequence[float]) -> tuple[int, ...]:
-    """The pixel value of each channel that is nearest to a mean of pixels from 0 to 1."""
-    return tuple(min(max(round(255 * value), 0), 255) for value in mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +212,10 @@ class FileSource(PhotoSource, CutSource):
         files = self.listings().get("test")
         return None if files is None else self._split(files)
 
-    def read_as(self, split: Split, interpolation: str, mean: Sequence[float], crop: Crop | None = None) -> Split:
+    def read_as(self, split: Split, preprocessing: Preprocessing, crop: Crop | None = None) -> Split:
         if not isinstance(split, FileSplit):  # of an extension
             return split
-        return replace(split, interpolation=interpolation, fill=colour_of(mean), crop=crop)
+        return replace(split, preprocessing=preprocessing, crop=crop)
 
     def listings(self) -> dict[str, Files]:
         """The files of each split, listed and cut once per process. Raises InputError."""
@@ -271,6 +262,4 @@ class FileSource(PhotoSource, CutSource):
         return None
 
     def _split(self, files: Files) -> FileSplit:
-        size, own = self.image_shape[1:], dict[str, Any](channels=self.channels, fit=self.fit)
-        own |= {"fill": colour_of(self.mean), "centre": evaluated_size(size, self.eval_crop, self.input_shape[1:])}
-        return FileSplit(files, files.labels, size, self.skip, **own)
+        return FileSplit(files, files.labels, self.preprocessing, self.skip)

@@ -60,8 +60,8 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
     if "fit" in autos:
         sized = replace(sized, fit=CROP if trained is None else trained.fit)
     if trained is not None:
-        crop = 1.0 if keeps_whole(sized) and sized.fit != trained.fit else trained.crop
-        of_weights = {"input_size": as_pixels(*trained.size), "crop": crop}
+        crop = 1.0 if keeps_whole(sized) and sized.fit != trained.fit else trained.eval_crop
+        of_weights = {"input_size": as_pixels(*trained.input_shape[1:]), "crop": crop}
         sized = replace(sized, **{name: of_weights[name] for name in autos if name in of_weights})
         if "decode_size" in autos and (stored := _stored_size(sized, trained, "input_size" in autos)):
             sized = replace(sized, decode_size=as_pixels(*stored))
@@ -77,9 +77,9 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
 def _stored_size(source: Any, trained: TrainedInput, usual_input: bool) -> tuple[int, int] | None:
     """The size to store images with for weights; None is the one that follows from the size of the input."""
     is_square = not isinstance(source.input_size, list)
-    same = usual_input or is_square or tuple(source.input_size) == trained.size
-    if trained.stored and source.fit == trained.fit and same:
-        return trained.stored
+    same = usual_input or is_square or tuple(source.input_size) == trained.input_shape[1:]
+    if trained.image_shape is not None and source.fit == trained.fit and same:
+        return trained.image_shape[1:]
     if keeps_whole(source) or not is_square:
         return None
     # Large enough that the evaluated part need not be enlarged.

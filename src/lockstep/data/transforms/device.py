@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.centre import centre_start, evaluated_size
-from lockstep.core.data_protocols import Apply, Augment, Shard, Source
-from lockstep.core.model_card import INTERPOLATION, ModelCard
+from lockstep.core.data_protocols import Apply, Augment, Shard
+from lockstep.core.model_card import Preprocessing
 from lockstep.core.plan import at_step
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, ERASE, MIX, MIX_BATCH, SampleRNG, key, sample_keys
@@ -28,8 +28,7 @@ class DeviceTransforms:
 
     Fields:
         augment: changes training images; `apply` of the augmentation, or what is left of it after a crop.
-        input_shape: (channels, height, width) of the model's input.
-        eval_crop: the central share of a stored image's side that is evaluated.
+        preprocessing: the sizes, the share of a stored image that is evaluated, and the interpolation.
         scale, shift: the normalisation, (1, C, 1, 1): pixel * scale + shift, computed in their dtype.
         dtype, memory_format: of the model's input in training.
         cutout, erase, mix: cutout, random erasing, and mixup or CutMix; None is none.
@@ -38,8 +37,7 @@ class DeviceTransforms:
     """
 
     augment: Apply
-    input_shape: tuple[int, int, int]
-    eval_crop: float
+    preprocessing: Preprocessing
     scale: Tensor
     shift: Tensor
     dtype: torch.dtype
@@ -48,39 +46,30 @@ class DeviceTransforms:
     cutout: Cutout | None = None
     erase: Erase | None = None
     mix: Mix | None = None
-    interpolation: str = INTERPOLATION
     train_sizes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        source: Source | ModelCard,
+        preprocessing: Preprocessing,
         augment: Augment,
         *,
         device: torch.device,
         precision: Precision,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        interpolation: str = INTERPOLATION,
         cropped: bool = False,
         **options: Any,
     ) -> DeviceTransforms:
-        """The steps for a data set or a card; `mean` and `std` are per channel, `options` are other fields.
-
-        `cropped`: whether boxes are cut from the files, see `Source.crops_files`.
-        """
+        """The steps. `cropped`: whether files are cropped, see `Source.crops_files`; `options`: other fields."""
         means, stds = (
             torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1)
-            for values in (mean or source.mean, std or source.std)
+            for values in (preprocessing.mean, preprocessing.std)
         )
         return cls(
-            augment=augment.on_device(interpolation, cropped=cropped),
-            input_shape=source.input_shape,
-            eval_crop=source.eval_crop,
+            augment=augment.on_device(preprocessing.interpolation, cropped=cropped),
+            preprocessing=preprocessing,
             scale=1 / (255 * stds),
             shift=-means / stds,
             dtype=precision.dtype,
-            interpolation=interpolation,
             **options,
         )
 
@@ -103,7 +92,7 @@ class DeviceTransforms:
 
     def augmented(self, images: Tensor, epoch: int, indices: Tensor, step: int = 1) -> Tensor:
         """Augment and normalise uint8 images (n, C, H, W) of an epoch to the model's input (n, C, h, w) at a step."""
-        size = at_step(self.train_sizes, step) if self.train_sizes else self.input_shape[1:]
+        size = at_step(self.train_sizes, step) if self.train_sizes else self.preprocessing.input_shape[1:]
         if len(images) == 0:
             blank = (0, images.shape[1], *size)
             return images.new_empty(blank, dtype=self.scale.dtype if self.mix else self.dtype)
@@ -116,8 +105,8 @@ class DeviceTransforms:
 
     def eval(self, images: Tensor) -> Tensor:
         """Crop uint8 images (B, C, H, W) to the centre that is evaluated, and normalise them, in `scale`'s dtype."""
-        size, seen = (images.shape[2], images.shape[3]), self.input_shape[1:]
-        height, width = evaluated_size(size, self.eval_crop, seen)
+        size, seen = (images.shape[2], images.shape[3]), self.preprocessing.input_shape[1:]
+        height, width = evaluated_size(size, self.preprocessing.eval_crop, seen)
         top, left = centre_start(size[0], height), centre_start(size[1], width)
         return self._finish(images[..., top : top + height, left : left + width], seen)
 
@@ -126,5 +115,5 @@ class DeviceTransforms:
         # end of a batch. Normalise before resizing, because resizing mostly makes images larger.
         pixels = images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
         if pixels.shape[-2:] != size:
-            pixels = F.interpolate(pixels, size, mode=self.interpolation, antialias=True)
+            pixels = F.interpolate(pixels, size, mode=self.preprocessing.interpolation, antialias=True)
         return pixels.contiguous(memory_format=self.memory_format)
