@@ -79,6 +79,9 @@ _SCORES = Check(
     "numbers by name",
     lambda value: isinstance(value, dict) and all(map(Number(low=-1e300, high=1e300).fits, value.values())),
 )
+_HASHES = Check(
+    "a sha256 by name", lambda value: isinstance(value, dict) and all(map(TEXT.fits, (*value, *value.values())))
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,7 @@ class ModelCard(Preprocessing):
         probabilities: how logits become probabilities, as in the loss of the training; `values` are none.
         targets: what the outputs are: `classes`, `labels` or `values`.
         monitor: the figure that has chosen the weights.
+        packages: the extensions that it was trained with, and the sha256 of their code.
     """
 
     model: Node = ruled(MISSING, _NODE)
@@ -157,6 +161,7 @@ class ModelCard(Preprocessing):
     probabilities: str = choice(SOFTMAX, *PROBABILITIES)
     targets: str = choice(CLASSES, *TARGETS)
     monitor: str = ruled("top1", TEXT)
+    packages: Mapping[str, str] = ruled({}, _HASHES)
 
     @property
     def model_name(self) -> str:
@@ -197,7 +202,7 @@ class ModelCard(Preprocessing):
             version = values.get("format") if isinstance(values, dict) else values
             raise ValueError(f"its description has format {shown(version)}, expected {FORMAT}")
         del values["format"]
-        values = {"fit": CROP, **values}  # older files lack it
+        values = {"fit": CROP, "packages": {}, **values}  # older files lack it
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"

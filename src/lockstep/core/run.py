@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum
 from functools import cached_property, partial
@@ -26,6 +26,7 @@ from lockstep.core.safe_read import MB, UnreadableFile
 from lockstep.core.tags import VAL_LOSS
 
 Content = TypeVar("Content")
+Code = Mapping[str, Any]  # facts about the code of an extension
 
 TEST_SCORES = "test"
 SEED, FOLD = "seed", "dataset.fold"
@@ -168,6 +169,21 @@ class Run:
     @cached_property
     def environment(self) -> dict[str, Any]:
         return self.read(self.run_dir.environment, safe_read.read_json, {})
+
+    @cached_property
+    def code(self) -> dict[str, Code] | None:
+        """The code of the extensions that it uses, by package, from `env.json`; None if an earlier version ran."""
+        recorded = self.environment.get("code")
+        if not isinstance(recorded, dict):
+            return None
+        facts = {package: code for package, code in recorded.items() if isinstance(code, dict)}
+        return {package: code for package, code in facts.items() if isinstance(code.get("files"), dict)}
+
+    @property
+    def earlier_code(self) -> list[Code]:
+        """What its code was, if it was resumed with other code: by package, until a step."""
+        recorded = self.environment.get("earlier_code")
+        return [code for code in recorded if isinstance(code, dict)] if isinstance(recorded, list) else []
 
     @cached_property
     def composed(self) -> dict[str, Any]:

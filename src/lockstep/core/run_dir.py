@@ -71,6 +71,7 @@ class RunDir:
     overrides = PathBelow(".hydra/overrides.yaml")
     command = PathBelow("command.txt")
     environment = PathBelow("env.json")
+    code_diff = PathBelow("code.diff")
     metrics = PathBelow("metrics.jsonl")
     table = PathBelow("metrics.csv")
     gpu = PathBelow("gpu.jsonl")
@@ -188,7 +189,7 @@ class RunDir:
 
     def prepared_files(self) -> set[Path]:
         """The files that a job writes before training starts; some of them may not exist."""
-        written = {self.lock, self.config, self.command, self.environment, self.summary}
+        written = {self.lock, self.config, self.command, self.environment, self.code_diff, self.summary}
         written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
         return written | self.log_files() | {self.log}
 

@@ -146,6 +146,12 @@ class Predictor(Trained):
 def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
     """The model at `path`, ready to be used; the arguments and errors are those of `load_trained`."""
     trained = load_trained(path, device=device, precision=precision)
+    if trained.card.packages:
+        from lockstep.runtime.user_code import code_of  # few models are of an extension
+
+        for package, code in code_of(vars(trained.card)).items():
+            if trained.card.packages.get(package) != code.facts["sha256"]:
+                log.note(f"{path} was trained with other code of {package}")
     transforms = DeviceTransforms.of(
         trained.card,
         NoAugment(),

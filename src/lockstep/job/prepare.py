@@ -14,14 +14,15 @@ from pathlib import Path
 
 from lockstep.checkpoint import files
 from lockstep.checkpoint.reading import check_fingerprint
-from lockstep.config import components, composition
-from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of
+from lockstep.config import components, composition, extensions
+from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of, override
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.locks import Lock
 from lockstep.core.plan import Plan
-from lockstep.core.run_dir import PathBelow, RunDir
+from lockstep.core.run import Run
+from lockstep.core.run_dir import PathBelow, RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_if_exists
 from lockstep.core.safe_write import check_names, remove_empty, write_atomic
 from lockstep.job import auto_training
@@ -151,12 +152,32 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
         state = f"has finished step {step} of {total}, so nothing is left to do"
     if state:
         raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
+    check_code(job, resumed)
     saved: Decisions = facts["progress"].get("decisions", {})  # an earlier version has none
     if job.train.swa_from is not None:
         mean = averaging_of(saved) if saved else int(files.read_state(resumed)["ema_updates"])
         averaging_of(decisions(job, plan)).check_resumed(mean, step, job.train.swa_from)
     if saved:
         note_changes(job, plan, saved, step)
+
+
+def check_code(job: ResolvedJob, resumed: Path) -> None:
+    """Say which of the user's code has changed since the checkpoint's run last began. Raises InputError if strict."""
+    if not extensions.active():
+        return
+    from lockstep.runtime import user_code  # few jobs have extensions
+
+    folder = resumed.parents[1]
+    changed = user_code.changes(Run(folder).code or {}, user_code.code_of(components.plain(job)))
+    words = ", ".join(f"{package} ({files})" for package, files in changed.items())
+    sentence = f"resume: code has changed since the run last began: {words}"
+    if words and job.repro == "strict":
+        raise InputError(
+            f"{sentence}, and repro=strict continues with the same code; restore it (env.json has its commit, and "
+            f"code.diff what that lacks), or take only the weights with {override('init_from', relative(folder))}"
+        )
+    if words:
+        log.note(sentence)
 
 
 def note_changes(job: ResolvedJob, plan: Plan, saved: Decisions, step: int) -> None:
@@ -218,7 +239,7 @@ class Preparation:
     def write(cls, run_dir: RunDir, texts: Mapping[Path, str], new: Sequence[Path] = ()) -> Preparation:
         """Write the files that describe a job. Raises StorageError if one cannot be; all are then as before."""
         sizes = {path: path.stat().st_size for path in run_dir.log_files()}
-        others = (run_dir.summary, run_dir.environment, *run_dir.rank_errors())
+        others = (run_dir.summary, run_dir.environment, run_dir.code_diff, *run_dir.rank_errors())
         before = {path: read_if_exists(path) for path in (*texts, *others)}
         preparation = cls(run_dir=run_dir, before={**sizes, **before}, new=new)
         try:

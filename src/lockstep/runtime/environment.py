@@ -4,6 +4,7 @@ import functools
 import os
 import platform
 import subprocess
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,21 +56,21 @@ def own_source() -> dict[str, str | bool]:
 
 def source_state(package: Path) -> dict[str, str | bool]:
     """The commit of the source in `package`, and whether it has changes; unknown unless a repository tracks it."""
-    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    commit = _git(package, "rev-parse", "HEAD") if tracked else None
-    changes = _git(package, "status", "--porcelain") if tracked else None
+    tracked = git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    commit = git(package, "rev-parse", "HEAD") if tracked else None
+    changes = git(package, "status", "--porcelain") if tracked else None
     return {
-        "git": UNKNOWN if commit is None else commit,
+        "git": UNKNOWN if commit is None else commit.decode().strip(),
         "git_changes": UNKNOWN if changes is None else bool(changes),
     }
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git(folder: Path, *arguments: str, codes: Collection[int] = (0,)) -> bytes | None:
     """The output of a git command in a folder; None if it fails. Variables such as GIT_DIR are ignored."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode in codes else None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.config import components, extensions
 from lockstep.config.schema import Job
 from lockstep.core.observer import listeners
 from lockstep.runtime import environment, signals
@@ -37,6 +38,10 @@ def import_for_ranks(job: Job) -> None:
     environment.own_source()
     for package in environment.PACKAGES:
         environment.version_of(package)
+    if extensions.active():
+        from lockstep.runtime import user_code  # few jobs have extensions
+
+        user_code.code_of(components.plain(job))
     parts = (job.model, job.strategy, *job.callback.values(), *job.logger.values())
     modules = {name for part in parts for name in part.imports}
     modules |= {"torch._dynamo"} if job.model.compile else set()

@@ -70,7 +70,7 @@ def run(
     configure_torch(job, world)
 
     job, data = build_data(job, world)
-    card = card_of(job)
+    card = card_of(job, {package: code.facts["sha256"] for package, code in record.user_code(job).items()})
     loss = train_state.build_loss(job, data.train.labels, world, skip=data.skip)
     task = job.task.ready(card, world.device)
     images = partial(data.normalised, world=world)

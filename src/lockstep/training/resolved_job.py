@@ -206,7 +206,8 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
     )
 
 
-def card_of(job: ResolvedJob) -> ModelCard:
+def card_of(job: ResolvedJob, packages: Mapping[str, str] | None = None) -> ModelCard:
+    """The card of a job's weights; `packages` are the extensions that it is trained with, and their hashes."""
     data = job.dataset
     return ModelCard(
         **vars(job.preprocessing),
@@ -222,6 +223,7 @@ def card_of(job: ResolvedJob) -> ModelCard:
         eval_batch=job.train.eval_batch,
         trained_on={**_node(data, _paths(data)), "sha256": fingerprint_of(data)},
         lockstep=lockstep.__version__,
+        packages=packages or {},
     )
 
 

@@ -1,5 +1,7 @@
 """Main shows a run and writes it into its folder, from the banner to the summary."""
 
+from __future__ import annotations
+
 import json
 import secrets
 import shutil
@@ -7,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.files import save_weights
 from lockstep.checkpoint.state import gathered
-from lockstep.config import components
+from lockstep.config import components, extensions
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
 from lockstep.core.figures import figures_of
@@ -34,6 +36,9 @@ from lockstep.training.evidence import Evidence
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lockstep.runtime.user_code import UserCode
 
 SHORTEST_S = 5  # shorter runs get no sentence about their speed
 
@@ -76,15 +81,28 @@ class RunRecord:
             )
         return notes
 
+    def user_code(self, job: ResolvedJob) -> Mapping[str, UserCode]:
+        """The code of a job's extensions, by package; empty on other ranks than main."""
+        if not self.world.is_main or not extensions.active():
+            return {}
+        from lockstep.runtime.user_code import code_of  # few jobs have extensions
+
+        return code_of(components.plain(job))
+
     def write_start(
         self, job: ResolvedJob, plan: Plan, progress: Progress, callbacks: Mapping[str, Callback]
     ) -> None:
-        """Write a run's config and environment, and mark it as begun."""
+        """Write a run's config, its environment and the code of its extensions, and mark it as begun."""
         if not self.world.is_main:
             return
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, components.dump(components.plain(job)))
-        write_atomic(self.run_dir.environment, json.dumps(environment.facts(self.world), indent=2) + "\n")
+        facts = {**environment.facts(self.world), "code": {}}
+        if codes := self.user_code(job):
+            from lockstep.runtime import user_code
+
+            facts |= user_code.write(self.run_dir, codes, progress.step)
+        write_atomic(self.run_dir.environment, json.dumps(facts, indent=2) + "\n")
         self.run_dir.mark_latest(Path(job.output_root))
         earlier = Run(self.run_dir.path)
         spent = earlier.spent

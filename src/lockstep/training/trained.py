@@ -9,7 +9,7 @@ from torch import nn
 from lockstep.checkpoint.files import MODEL, load_weights
 from lockstep.checkpoint.reading import check_tensors
 from lockstep.checkpoint.weights import read_card, weights_file
-from lockstep.config import components
+from lockstep.config import components, extensions
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers, is_sound
@@ -59,6 +59,12 @@ def load_trained(path: str | Path, *, device: str | None = None, precision: Prec
     except InputError as error:
         if isinstance(error, UnreadableFile) or str(error).startswith(f"{KEY}: "):
             raise
+        package = str(card.model["_target_"]).partition(".")[0]
+        if package in card.packages and package not in {extension.package for extension in extensions.active()}:
+            raise InputError(
+                f"{KEY}: {file} needs the package {package}, which is not an extension here; install it with pip, or "
+                f"name it with lockstep.load(PATH, extensions=['{package}'])"
+            ) from None
         raise InputError(f"{KEY}: the model of {file} cannot be built: {error}") from error
     return Trained(
         card=card,

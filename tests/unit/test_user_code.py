@@ -1,0 +1,247 @@
+"""The code of the user that a run records: hashes of its files, the state of its repository, and the diff."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import extensions
+from lockstep.config.extensions import Extension
+from lockstep.core.run import Code, Run
+from lockstep.core.run_dir import RunDir
+from lockstep.runtime import user_code
+from lockstep.runtime.user_code import UserCode, changes
+
+MODEL = "import torch\n\nACTIVATION = torch.nn.ReLU\n"
+AUTHOR = ("-c", "user.name=someone", "-c", "user.email=someone@example.org")
+
+
+def git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *AUTHOR, *words], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    return folder
+
+
+def committed(folder: Path) -> str:
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "one")
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package in a subfolder of a repository, whose only commit has it."""
+    git(tmp_path, "init", "-q")
+    folder = written(tmp_path / "src" / "mine", {"__init__.py": "", "model.py": MODEL, "conf/model/x.yaml": "a: 1\n"})
+    committed(tmp_path)
+    return folder
+
+
+def read(folder: Path) -> UserCode:
+    user_code.read.cache_clear()
+    return user_code.read(Extension(folder.name, "named by train.py", folder))
+
+
+def changed(folder: Path, before: UserCode) -> str:
+    return changes({folder.name: before.facts}, {folder.name: read(folder)}).get(folder.name, "")
+
+
+def test_a_record_names_the_commit_the_place_and_the_files(package: Path, tmp_path: Path) -> None:
+    facts = read(package).facts
+    assert facts["git"] == git(tmp_path, "rev-parse", "HEAD").strip()
+    assert (facts["place"], facts["git_changes"]) == ("src/mine", False)
+    assert [*facts["files"]] == ["__init__.py", "model.py"]
+    assert str(tmp_path) not in json.dumps(facts)
+    assert read(package).diff == b""
+
+
+def test_the_extensions_whose_classes_a_config_names_are_recorded(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {
+        "mine": package,
+        **{name: written(tmp_path / name, {"__init__.py": name}) for name in ("other", "idle")},
+    }
+    active = [Extension(name, "installed by it 1.0", folder) for name, folder in folders.items()]
+    monkeypatch.setattr(extensions, "active", lambda: active)
+    config = {"model": {"_target_": "mine.model.Net"}, "metric": {"f1": {"_target_": "other.F1"}}, "name": "idle.Net"}
+    codes = user_code.code_of({**config, "loss": {"_target_": "lockstep.losses.CrossEntropy"}})
+    assert [*codes] == ["mine", "other"]
+    assert codes["mine"].facts["sha256"] != codes["other"].facts["sha256"]
+    assert [*user_code.code_here()] == [*folders]
+
+
+def test_the_diff_restores_the_code(package: Path, tmp_path: Path) -> None:
+    written(package, {"model.py": MODEL.replace("ReLU", "GELU") + "no newline", "new/net.py": "x = 1\r\n"})
+    code = read(package)
+    assert code.facts["git_changes"] is True
+    copy = tmp_path.parent / f"{tmp_path.name}-copy"
+    git(tmp_path, "clone", "-q", str(tmp_path), str(copy))
+    (copy / "code.diff").write_bytes(b"# mine\n" + code.diff)
+    git(copy, "apply", "code.diff")
+    assert read(copy / "src" / "mine").facts["sha256"] == code.facts["sha256"]
+
+
+CHANGES: dict[str, tuple[dict[str, str], str]] = {
+    "another activation": ({"model.py": MODEL.replace("ReLU", "GELU")}, "model.py"),
+    "a comment": ({"model.py": MODEL + "# better\n"}, "model.py"),
+    "a new file": ({"net.py": "x = 1\n"}, "net.py (new)"),
+    "other line ends": ({"model.py": MODEL.replace("\n", "\r\n")}, ""),
+    "a config": ({"conf/model/x.yaml": "a: 2\n"}, ""),
+    "data": ({"data/cat/1.png": "x", ".env": "TOKEN=x", "notes.txt": "x"}, ""),
+    "a program between data": ({"data/cat/dog/prepare.py": "x"}, ""),
+    "many files": (
+        {f"{name}.py": "x" for name in "abcdef"},
+        "a.py (new), b.py (new), c.py (new), d.py (new), 2 more",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("has_git", [True, False])
+def test_other_python_files_are_other_code_in_a_repository_or_not(package: Path, change: str, has_git: bool) -> None:
+    if not has_git:
+        (package.parents[1] / ".git").rename(package.parents[1] / "old")
+    before = read(package)
+    files, sentence = CHANGES[change]
+    written(package, files)
+    assert changed(package, before) == sentence
+    assert (read(package).facts["git"] == "unknown") is not has_git
+
+
+def test_a_renamed_file_is_a_new_one_and_one_that_is_gone(package: Path) -> None:
+    before = read(package)
+    (package / "model.py").rename(package / "net.py")
+    assert changed(package, before) == "model.py (gone), net.py (new)"
+
+
+def test_no_secret_is_in_the_diff(package: Path, tmp_path: Path) -> None:
+    written(tmp_path, {".gitignore": "local.py\n", "src/mine/.env": "A=secret\n", "elsewhere.py": "a = 1\n"})
+    committed(tmp_path)
+    written(package, {"local.py": "A = 'secret'\n", ".env": "B=secret\n", "model.py": "x = 1\n"})
+    written(tmp_path, {"elsewhere.py": "secret = 1\n", "other.py": "secret = 2\n"})
+    diff = read(package).diff
+    assert b"+x = 1" in diff
+    assert b"secret" not in diff
+
+
+def test_a_change_elsewhere_in_the_repository_is_known_without_its_content(package: Path, tmp_path: Path) -> None:
+    written(tmp_path, {"elsewhere.py": "a = 1\n"})
+    committed(tmp_path)
+    before = read(package)
+    written(tmp_path, {"elsewhere.py": "a = 2\n"})
+    assert (read(package).facts["git_changes"], read(package).diff) == (True, b"")
+    assert changed(package, before) == ""
+
+
+@pytest.mark.parametrize("state", ["no commit", "ignored", "no git", "not of the user"])
+def test_code_that_no_commit_has_is_known_by_its_hash(
+    package: Path, tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = read(package).facts["sha256"]
+    if state == "no commit":
+        git(tmp_path, "update-ref", "-d", "HEAD")
+    elif state == "ignored":
+        git(tmp_path, "rm", "-rq", "--cached", ".")
+        written(tmp_path, {".gitignore": "src\n"})
+        committed(tmp_path)
+    elif state == "no git":
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setattr(user_code, "git", lambda *words, **options: None)  # a repository of another owner
+    facts = read(package).facts
+    assert (facts["sha256"], facts["git"], facts["git_changes"], facts["place"]) == (digest, "unknown", "unknown", "")
+
+
+def test_a_package_that_no_commit_has_yet_is_in_the_diff(package: Path, tmp_path: Path) -> None:
+    other = written(tmp_path / "other", {"__init__.py": "x = 1\n"})
+    assert b"+++ b/other/__init__.py\n@@ -0,0 +1 @@\n+x = 1\n" in read(other).diff
+
+
+def test_a_long_diff_is_cut_and_says_so(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(package, {"large.py": "x = 1\n" * 20_000})
+    assert b"# left out: src/mine/large.py is new, and its diff has 140," in read(package).diff
+    written(package, {"model.py": "x = 1\n" * 200_000})
+    diff = read(package).diff
+    assert len(diff) < user_code.DIFF_LIMIT + 100
+    assert diff.splitlines()[-1].startswith(b"# cut: the diff has 1,400,")
+
+
+def test_files_that_cannot_be_read_do_not_stop_a_run(package: Path) -> None:
+    (package / "loop.py").symlink_to("loop.py")
+    subprocess.run(["mkfifo", str(package / "pipe.py")], check=True)
+    written(package, {"latin.py": ""})
+    (package / "latin.py").write_bytes(b"# \xe9\n")
+    (package / "model.py").write_bytes(b"# \xe9\x00\n")
+    assert {"loop.py", "pipe.py", "latin.py"} <= {*read(package).facts["files"]}
+    assert b"+# \xe9\n" in read(package).diff
+
+
+def test_a_large_package_is_known_by_one_hash(package: Path) -> None:
+    written(package, {f"part{number}.py": str(number) for number in range(user_code.FILES_LISTED)})
+    before = read(package)
+    assert before.facts["files"] == {}
+    written(package, {"part7.py": "other"})
+    assert changed(package, before) == "its files"
+
+
+def started(run_dir: RunDir, package: Path, step: int) -> dict[str, Any]:
+    """What `env.json` has after a run has begun after `step` with the present code."""
+    facts = user_code.write(run_dir, {"mine": read(package)}, step)
+    run_dir.environment.write_text(json.dumps(facts))
+    return dict(facts)
+
+
+def test_a_resumed_run_keeps_both_records(package: Path, tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path / "run")
+    assert started(run_dir, package, 0)["earlier_code"] == []
+    first = read(package).facts
+    assert started(run_dir, package, 4)["earlier_code"] == [], "the same code"
+    assert not run_dir.code_diff.exists()
+    for step, text in ((6, "x = 1\n"), (9, "x = 2\n")):
+        written(package, {"model.py": text})
+        facts = started(run_dir, package, step)
+    assert [(earlier["until_step"], earlier["package"]) for earlier in facts["earlier_code"]] == [
+        (6, "mine"),
+        (9, "mine"),
+    ]
+    assert facts["earlier_code"][0]["sha256"] == first["sha256"]
+    assert facts["code"]["mine"]["sha256"] == read(package).facts["sha256"]
+    diff = run_dir.code_diff.read_text()
+    assert f"# mine after step 6, against commit {first['git']}\n" in diff
+    assert "+x = 1" in diff
+    assert "+x = 2" in diff
+
+
+def test_code_that_trained_no_step_is_not_kept(package: Path, tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path / "run")
+    started(run_dir, package, 0)
+    written(package, {"model.py": "x = 1\n"})
+    assert started(run_dir, package, 0)["earlier_code"] == []
+
+
+def test_a_run_of_an_earlier_version_is_resumed_in_silence(package: Path, tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path / "run")
+    run_dir.environment.write_text('{"extensions": {"mine": "named by train.py"}}')
+    assert Run(run_dir.path).code is None
+    assert changes(Run(run_dir.path).code or {}, {"mine": read(package)}) == {}
+    assert started(run_dir, package, 3)["earlier_code"] == [{"package": "mine", "until_step": 3, "sha256": None}]
+
+
+@pytest.mark.parametrize("text", ["[]", '{"code": 1}', '{"code": {"mine": 1}}', '{"code": {"mine": {"files": 1}}}'])
+def test_a_record_of_somebody_else_may_be_anything(package: Path, tmp_path: Path, text: str) -> None:
+    run_dir = RunDir.at(tmp_path / "run")
+    run_dir.environment.write_text(text)
+    assert changes(Run(run_dir.path).code or {}, {"mine": read(package)}) == {}
+    earlier: Code = {"files": {"a.py": 1}, "sha256": []}
+    assert "a.py (gone)" in changes({"mine": earlier}, {"mine": read(package)})["mine"]
