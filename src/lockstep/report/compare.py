@@ -29,8 +29,9 @@ from lockstep.records.runs import (
 from lockstep.records.tables import show_groups
 from lockstep.telemetry.progress import format_duration, format_timestamp
 
+OWN_CODE = "your code"  # of extensions; the causes have Lockstep's, and the commits of both, as `code`
 # What may differ between two runs, the likeliest cause of another score first.
-CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")
+CAUSES = (OWN_CODE, "data", "config", "seed", "code", "versions", "machine", "config, to rounding")
 # The facts of a checkpoint that identify the data, and the facts of `env.json` that identify the code.
 DATA = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
 CODE = ("git", "git_changes", "packages.lockstep", "extensions")
@@ -123,11 +124,14 @@ def causes(runs: Sequence[Run]) -> list[Row]:
     keys = differing(runs, of_recipes=True)
     first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed_values}
+    absent = {OWN_CODE: "none"}  # a file that a run does not have
     rows = [
-        {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}
+        {"cause": kind, "key": key, "A": first.get((kind, key), other), "B": second.get((kind, key), other)}
         for kind, key in dict.fromkeys([*first, *second])
+        for other in [absent.get(kind, "unknown")]
     ]
-    rows = [row for row in rows if row["A"] != row["B"]]
+    known = {*CAUSES} - ({OWN_CODE} if any(map(_lacks_code, runs)) else set())
+    rows = [row for row in rows if row["A"] != row["B"] and row["cause"] in known]
     return sorted(rows, key=lambda row: (CAUSES.index(row["cause"]), row["key"] not in typed, row["key"]))
 
 
@@ -138,7 +142,14 @@ def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
         is_rounding = role_of(key, run.composed) is Role.rounding
         kind = SEED if key == SEED else "config, to rounding" if is_rounding else "config"
         facts[kind, key] = settings(run).get(key, "none")
-    for key, value in leaves(run.environment):
+    for package, code in (run.code or {}).items():
+        files = {f"{package}/{name}": digest for name, digest in code["files"].items()}
+        facts |= {(OWN_CODE, key): str(digest) for key, digest in (files or {package: code.get("sha256")}).items()}
+        facts |= {("code", f"{package}.{key}"): str(code.get(key)) for key in ("git", "git_changes")}
+    for code in run.earlier_code:
+        key = f"{code.get('package')} until step {code.get('until_step')}"
+        facts[OWN_CODE, key] = str(code.get("sha256") or "not recorded")
+    for key, value in leaves({**run.environment, "code": None, "earlier_code": None}):
         kind = "code" if is_below(key, CODE) else "versions" if is_below(key, VERSIONS) else "machine"
         facts[kind, key.removeprefix("packages.")] = str(value)
     for key, value in leaves(run.identity):
@@ -156,5 +167,12 @@ def _show_causes(runs: Sequence[Run], rows: Sequence[Row], form: str) -> None:
     if rows:
         heads = {"cause": "likely cause", "key": "key", "A": "A", "B": "B"}
         show_table([Column(head, [row[key] for row in rows]) for key, head in heads.items()], form)
-    else:
+    if unrecorded := [name for name, run in zip("AB", runs, strict=True) if _lacks_code(run)]:
+        log.show(f"the code of {' and '.join(unrecorded)} was not recorded")
+    elif not rows:
         log.show("the same run: nothing differs that makes another run (data, config, code, versions, machine)")
+
+
+def _lacks_code(run: Run) -> bool:
+    """Whether a run had extensions under a version of Lockstep that did not record their code."""
+    return run.code is None and bool(run.environment.get("extensions"))

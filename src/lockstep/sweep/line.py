@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, problems
 from lockstep.core.monitor import Monitor, monitor_of
 from lockstep.core.named_paths import pointed
-from lockstep.core.run import State
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import LATEST, relative
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.records.record import OBJECTIVES, SCORE, checked_direction
+from lockstep.records.record import OBJECTIVES, SCORE, Record, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 POOLS = ("pool", "ray")  # the launchers with a ledger
@@ -252,3 +252,20 @@ def _say_what_goes_on(ledger: Ledger) -> None:
         f"resuming the sweep in {relative(ledger.folder)}: {done} of {len(records)} jobs are done{retries}; "
         "sweep.resume=new starts all again"
     )
+    if extensions.active():
+        _say_other_code(ledger, [record for record in records if record.state is State.done])
+
+
+def _say_other_code(ledger: Ledger, done: Sequence[Record]) -> None:
+    """Name the jobs that are done with other code of an extension than the present one."""
+    from lockstep.records.tables import job_numbers
+    from lockstep.runtime import user_code  # imports torch, and few sweeps have extensions
+
+    here, folders = user_code.code_here(), {record.number: ledger.folder / record.folder for record in done}
+    changed = {number: user_code.changes(Run(folder).code or {}, here) for number, folder in folders.items()}
+    if numbers := [number for number, packages in changed.items() if packages]:
+        words = sorted({f"{name} ({files})" for packages in changed.values() for name, files in packages.items()})
+        log.show_warning(
+            f"trained with other code of {', '.join(words)}: job{'s' * (len(numbers) > 1)} {job_numbers(numbers)}; "
+            "sweep.resume=new trains all again; to train one again, remove its folder"
+        )
