@@ -278,11 +278,11 @@ def _plug_in_groups() -> None:
 
 def train(*words: str) -> None:
     """`python train.py WORDS`; the last line that is printed says how often it waited for the GPU."""
-    from lockstep.cli.train import main
+    from lockstep.cli.train import train_command
 
     plug_in()
     sys.argv = ["train.py", *words]
     try:
-        main()
+        train_command()
     finally:
         print("waits:", len(waits), *sorted({*waits}))

@@ -43,7 +43,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.prepare import create_run
 from lockstep.job.resume import decide_resume
-from lockstep.job.worker import start
+from lockstep.job.worker import start_job
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
@@ -159,7 +159,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             closing(Lock()) as lock,
             create_run(decide_resume(job, called), lock)[0] as run_dir,
         ):
-            start(run_dir, load_job(run_dir.config))
+            start_job(run_dir, load_job(run_dir.config))
 
     return forked(command, folder)
 

@@ -145,7 +145,7 @@ def fingerprint(run: RunDir) -> str:
     """A hash of everything in the newest checkpoint."""
     newest = latest_valid(run.checkpoints, say=lambda sentence: None)
     assert newest is not None, f"{run.path} has no checkpoint"
-    loaded, digest = reading.load(newest), hashlib.sha256()
+    loaded, digest = reading.read_checkpoint(newest), hashlib.sha256()
     for part in leaves((loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])):
         digest.update(part)
     return digest.hexdigest()

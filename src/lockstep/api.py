@@ -25,7 +25,7 @@ def main(extensions: Sequence[str] = ()) -> None:
     `extensions` are import names of your packages, which need not be installed.
     """
     signals.begin(says=signals.STOPPED_EARLY)
-    from lockstep.cli.train import main as train_main
+    from lockstep.cli.train import train_command as train_main
 
     train_main(extensions)
 
@@ -108,7 +108,7 @@ def train(
     from lockstep.job.prepare import create_run
     from lockstep.job.resume import decide_resume
     from lockstep.job.validate import named_objects
-    from lockstep.job.worker import start
+    from lockstep.job.worker import start_job
     from lockstep.runtime.guest import guest
 
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
@@ -122,7 +122,7 @@ def train(
             lock = locked.enter_context(closing(Lock()))
             prepared, job = create_run(decide_resume(values, invocation), lock)
         with prepared as run_dir:
-            objective = start(run_dir, job, named_objects(job, callbacks))
+            objective = start_job(run_dir, job, named_objects(job, callbacks))
     return Result(
         folder=run_dir.path,
         objective=objective,
@@ -176,7 +176,7 @@ def load(path: str | Path, *, device: str | None = None, extensions: Sequence[st
         InputError: the weights do not exist, they have no description of their model, or the model cannot be built.
     """
     from lockstep.config import extensions as known
-    from lockstep.inference.predictor import load as load_predictor
+    from lockstep.inference.predictor import load_predictor
     from lockstep.runtime.guest import guest
 
     with guest():

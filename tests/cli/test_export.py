@@ -17,7 +17,7 @@ import lockstep
 from helpers import NARROW, Done, forked, train_here
 from lockstep.core.errors import InputError
 from lockstep.inference import export as exporting
-from lockstep.inference.predictor import load
+from lockstep.inference.predictor import load_predictor
 from lockstep.precision import FP32
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -54,7 +54,7 @@ def test_an_onnx_file_has_the_logits_of_the_model_for_any_number_of_pictures(pla
     done = exported(place, "outputs/digits")
     assert done.code == 0, done.err
     assert "uint8 pixels of shape batch x 1x8x8 to logits of 10 classes; on 64 images" in done.out
-    predictor = load(place / "outputs" / "digits", device="cpu", precision=FP32())
+    predictor = load_predictor(place / "outputs" / "digits", device="cpu", precision=FP32())
     file = place / "outputs" / "digits" / "model.onnx"
     for count in (1, 2, 7):
         difference = run_onnx(file, images(count).numpy()) - predictor.logits(images(count))
@@ -72,7 +72,7 @@ def test_a_torch_program_of_pixels_from_0_to_1_needs_nothing_of_ours(place: Path
     assert done.code == 0, done.err
     texts = {"lockstep.json": ""}
     program = torch.export.load(tmp_path / "digits.pt2", extra_files=texts)
-    predictor = load(place / "outputs" / "digits", device="cpu", precision=FP32())
+    predictor = load_predictor(place / "outputs" / "digits", device="cpu", precision=FP32())
     difference = program.module()(images(5).float() / 255) - predictor.logits(images(5))
     assert difference.abs().max() <= 1e-4
     assert json.loads(texts["lockstep.json"])["input_shape"] == [1, 12, 12]

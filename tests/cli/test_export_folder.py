@@ -10,7 +10,7 @@ import timm
 import torch
 
 from helpers import FAKE, Done, forked, train_here
-from lockstep.inference.predictor import load
+from lockstep.inference.predictor import load_predictor
 from lockstep.precision import FP32
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def test_timm_builds_the_model_with_its_logits_names_and_images(runs: Path, name
     done = exported(runs, f"outputs/{name}", "--to", "timm", "--out", name)
     assert done.code == 0, done.err
     model = timm.create_model(f"local-dir:{runs / name}", pretrained=True).eval()
-    ours = load(runs / "outputs" / name, device="cpu", precision=FP32())
+    ours = load_predictor(runs / "outputs" / name, device="cpu", precision=FP32())
     images = torch.rand(3, *ours.card.input_shape)
     with torch.no_grad():
         assert torch.equal(model(images), ours.model(images))
@@ -59,7 +59,7 @@ def test_timm_builds_the_model_with_its_logits_names_and_images(runs: Path, name
 def test_the_card_in_markdown_has_scores_data_and_the_command(runs: Path) -> None:
     exported(runs, "outputs/normed", "--to", "timm", "--out", "carded")
     text = (runs / "carded" / "README.md").read_text()
-    card = load(runs / "outputs" / "normed", device="cpu").card
+    card = load_predictor(runs / "outputs" / "normed", device="cpu").card
     assert f"- {card.scores['top1']:.2f} % top-1" in text
     assert "`test_resnet`, trained on Fake" in text
     assert "averaged weights" in text
@@ -91,7 +91,7 @@ def test_transformers_takes_the_folder(runs: Path) -> None:
     transformers = pytest.importorskip("transformers")
     exported(runs, "outputs/normed", "--to", "timm", "--out", "wrapped")
     model = transformers.AutoModelForImageClassification.from_pretrained(runs / "wrapped").eval()
-    ours = load(runs / "outputs" / "normed", device="cpu", precision=FP32())
+    ours = load_predictor(runs / "outputs" / "normed", device="cpu", precision=FP32())
     images = torch.rand(3, *ours.card.input_shape)
     with torch.no_grad():
         assert torch.equal(model(images).logits, ours.model(images))

@@ -22,7 +22,7 @@ from helpers import documented, train_here
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import VALUES
 from lockstep.inference import export as exporting
-from lockstep.inference.predictor import Predictor, load
+from lockstep.inference.predictor import Predictor, load_predictor
 from lockstep.models import zoo
 from lockstep.precision import FP32
 
@@ -72,7 +72,7 @@ def exported(photos: Path, place: Path, *words: str) -> tuple[Predictor, Path]:
     usual = ("dataset=csv", f"dataset.path={photos / 'list.csv'}", "augment=none", "batch=8", "steps=3")
     run = train_here(place / "run", *usual, "optimizer.lr=0.01", *words)
     exporting.export(str(run.path), [], kind="timm", pixels="uint8", out=str(place / "timm"))
-    return load(run.path, device="cpu", precision=FP32()), place / "timm"
+    return load_predictor(run.path, device="cpu", precision=FP32()), place / "timm"
 
 
 def expected(ours: Predictor, photo: Path) -> list[float]:
@@ -218,7 +218,7 @@ def test_an_onnx_file_and_the_code_of_the_document_predict_what_the_run_predicts
     usual = ("dataset=csv", f"dataset.path={photos / 'list.csv'}", "augment=none", "batch=8", "steps=3")
     run = train_here(tmp_path / "run", *usual, *TASKS[task], *sizes, *OWN)
     exporting.export(str(run.path), [], kind="onnx", pixels="uint8", out=str(tmp_path / "model.onnx"))
-    session, ours = onnxruntime.InferenceSession(tmp_path / "model.onnx"), load(run.path, device="cpu")
+    session, ours = onnxruntime.InferenceSession(tmp_path / "model.onnx"), load_predictor(run.path, device="cpu")
     card = json.loads(session.get_modelmeta().custom_metadata_map["lockstep"])
     assert (card["probabilities"], tuple(card["class_names"])) == (ours.card.probabilities, ours.names)
     for number in range(4):

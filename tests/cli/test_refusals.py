@@ -327,7 +327,7 @@ def test_what_another_launcher_has_decided_is_not_asked_for_again(
 
 def test_the_batch_of_batch_auto_is_the_one_that_the_job_has_without_it(tmp_path: Path) -> None:
     for number, words in enumerate((["++batch=auto"], ["batch=32", "batch=auto"], ["batch='auto'", "batch=32"])):
-        config = components.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
+        config = components.read_config(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
         assert (config["batch"], config["train"]["micro_batches"]) == ((64, "auto"), (32, "auto"), (32, 1))[number]
 
 

@@ -34,10 +34,10 @@ def test_a_batch_that_nobody_typed_is_at_most_the_split(place: Path) -> None:
     done = train(*JOB, "hydra.run.dir=run", cwd=place)
     assert done.code == 0, done.err
     assert said_once(done)
-    job = components.load(place / "run" / "config.yaml")
+    job = components.read_config(place / "run" / "config.yaml")
     typed = train(*JOB, "batch=54", "hydra.run.dir=typed", cwd=place)
     assert "batch is" not in typed.err
-    assert {**components.load(place / "typed" / "config.yaml"), "name": None} == {**job, "name": None}
+    assert {**components.read_config(place / "typed" / "config.yaml"), "name": None} == {**job, "name": None}
     resumed = train("resume=run", "epochs=3", cwd=place)
     assert resumed.code == 0, resumed.err
     assert json.loads((place / "run" / "summary.json").read_text())["step"] == 3
@@ -47,7 +47,7 @@ def test_a_batch_that_nobody_typed_is_at_most_the_split(place: Path) -> None:
 def test_other_lines_shrink_it_too(words: list[str], place: Path, tmp_path: Path) -> None:
     done = train(*JOB, *words, f"output_root={tmp_path}", cwd=place)
     assert done.code == 0, done.out + done.err
-    configs = [components.load(path) for path in tmp_path.rglob("config.yaml") if path.parent.name != ".hydra"]
+    configs = [components.read_config(path) for path in tmp_path.rglob("config.yaml") if path.parent.name != ".hydra"]
     assert [config["batch"] for config in configs] == [54] * (2 if "-m" in words else 1)
 
 

@@ -58,7 +58,7 @@ def save(target: Checkpointer, step: int) -> None:
 
 def loaded_step(path: Path) -> int:
     """The step of a checkpoint, which its name, its facts and each of its weights agree on."""
-    loaded = reading.load(path)
+    loaded = reading.read_checkpoint(path)
     step = int(loaded.facts["progress"]["step"])
     assert path.name == f"step-{step:08}"
     assert (loaded.model["weight"] == step).all()

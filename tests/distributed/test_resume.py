@@ -35,7 +35,7 @@ def everything(run: Path) -> dict[str, object]:
     """All values of the newest checkpoint, with the options of the optimizer's groups, by their places."""
     newest = latest_valid(run / "checkpoints")
     assert newest is not None
-    loaded = reading.load(newest)
+    loaded = reading.read_checkpoint(newest)
     flat, parts = {}, [("", {"model": loaded.model, "ema": loaded.ema, "state": loaded.state, "facts": loaded.facts})]
     for place, part in parts:  # which grows
         if isinstance(part, dict | list):

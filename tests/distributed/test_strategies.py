@@ -83,7 +83,7 @@ def state(run: Path) -> dict[str, Tensor]:
     """Weights, averages and the optimizer's state of the newest checkpoint."""
     newest = latest_valid(run / "checkpoints")
     assert newest is not None
-    loaded = reading.load(newest)
+    loaded = reading.read_checkpoint(newest)
     assert loaded.ema is not None
     of_optimizer = {
         f"{name}.{key}": torch.as_tensor(value)

@@ -40,7 +40,7 @@ def fingerprint(run: Path) -> str:
     newest = latest_valid(run / "checkpoints")
     assert newest is not None
     digest = hashlib.sha256()
-    loaded = reading.load(newest)
+    loaded = reading.read_checkpoint(newest)
     progress = loaded.facts["progress"]
     digest.update(repr([progress[key] for key in ("step", "best", "best_step")]).encode())
     digest.update(repr((loaded.state["scaler"], loaded.state.get("ema_updates"))).encode())

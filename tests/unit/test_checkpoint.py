@@ -120,7 +120,7 @@ def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
 
 
 def restore(path: Path, contents: Parts) -> dict[str, Any]:
-    return reading.restore(reading.load(path), **vars(contents))
+    return reading.restore(reading.read_checkpoint(path), **vars(contents))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_not_loaded(run: RunDir) -> None:
     (path,) = saved(run, 1)
     flip(path / "model.safetensors", 999)
     with pytest.raises(InputError, match=r"is damaged \(model.safetensors does not match its sha256\); name another"):
-        reading.load(path)
+        reading.read_checkpoint(path)
     (path / "facts.json").write_text("{")
     with pytest.raises(InputError, match=r"is damaged \(facts.json"):
         check_fingerprint(IDENTITY, path)
@@ -301,7 +301,7 @@ def test_best_weights_of_an_earlier_version_which_have_no_state_are_kept_and_not
     assert steps_left(run) == [3, 2, 1]
     assert whole_weights(path)
     with pytest.raises(InputError, match=r"is damaged .it has weights only.; name another one"):
-        reading.load(path)
+        reading.read_checkpoint(path)
 
 
 def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
@@ -559,7 +559,7 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_or_folder_is_damage(run: RunDir
     third.symlink_to(tmp_path / "elsewhere")
     assert latest_valid(run.checkpoints) == second
     with pytest.raises(InputError, match="the folder is a symbolic link"):
-        reading.load(third)
+        reading.read_checkpoint(third)
     (second / name).rename(tmp_path / name)
     (second / name).symlink_to(tmp_path / name)
     assert find_corruption(second) == f"{name} is a symbolic link, expected a plain file"
@@ -588,7 +588,7 @@ def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Pa
     torch.save({"optimizer": Hostile()}, tmp_path / "state.pt")
     replace_file(path, "state.pt", (tmp_path / "state.pt").read_bytes())
     with pytest.raises(InputError, match=r"step-00000001 is damaged \(state.pt contains more than"):
-        reading.load(path)
+        reading.read_checkpoint(path)
     assert not (tmp_path / "executed").exists()
 
 

@@ -184,7 +184,7 @@ def test_all_scores_that_are_shown_as_the_best_are_bold(
 def test_only_what_differs_is_shown_and_not_what_follows_from_an_option(tmp_path: Path) -> None:
     run(tmp_path / "a", "model=digitnet", "output_root=x", score=1.0)
     run(tmp_path / "b", "model=basicnet", "model.width=32", "optimizer.lr=0.1", "output_root=y", score=2.0)
-    composed = components.load(RunDir(tmp_path / "b").composed)
+    composed = components.read_config(RunDir(tmp_path / "b").composed)
     composed["model"] |= {"_target_": "lockstep.models.BasicNet", "depth": 3}
     RunDir(tmp_path / "b").composed.write_text(components.dump(composed))
     assert differing(read_runs(tmp_path)) == ["model", "optimizer.lr"]
@@ -527,7 +527,7 @@ def test_a_smaller_score_is_first_where_it_is_better(swept: Ledger, tmp_path: Pa
 def judged(folder: Path, *words: str, monitor: str, score: float | None, **facts: Any) -> Path:
     """A run that says by which figure it was judged; without a score, that had no value."""
     RunDir(run(folder, *words, score=score)).write_summary(status="completed", monitor=monitor, **facts)
-    composed = components.load(RunDir(folder).composed)
+    composed = components.read_config(RunDir(folder).composed)
     RunDir(folder).composed.write_text(components.dump({**composed, "metric": {"f1": {}, "mae": {}, "recall": {}}}))
     return folder
 
@@ -683,7 +683,7 @@ def test_scores_are_compared_where_they_are_of_the_same_images(keys: dict[str, A
         node = {"_target_": "lockstep.data.datasets.Folder", "path": "photos", "input_size": 64}
         node |= {key: values[number] for key, values in keys.items()}
         folder = run(tmp_path / str(number), score=score)
-        config = components.load(RunDir(folder).composed)
+        config = components.read_config(RunDir(folder).composed)
         RunDir(folder).composed.write_text(components.dump({**config, "dataset": node}))
     first, second = groups(read_runs(tmp_path))
     assert (first["difference"], second["difference"]) == (0.0, -10.0 if keys in SAME_IMAGES else 0.0)

@@ -89,7 +89,7 @@ def test_a_run_folder_decides_neither_where_runs_are_nor_where_data_is_fetched_t
 
 def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run")
-    config = components.load(run.config)
+    config = components.read_config(run.config)
     run.config.write_text(components.dump({**config, "name": "first"}))
     assert decided(f"resume={run.path}").values["name"] == "first"
     assert decided(f"resume={run.path}", "name=second").values["name"] == "second"
@@ -126,7 +126,7 @@ def test_a_resume_may_set_the_keys_of_the_options_that_only_its_run_names(tmp_pa
 
 def test_a_run_of_before_is_continued_and_a_changed_default_is_named_with_its_override(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run", "epochs=3")
-    values = components.load(run.composed)
+    values = components.read_config(run.composed)
     del values["train"]["repeats"]
     run.composed.write_text(components.dump(values))
     assert decided(f"resume={run.path}").values["train"]["repeats"] == 1
@@ -192,7 +192,7 @@ def test_a_value_that_refers_to_a_choice_refers_to_the_choice_of_the_run(tmp_pat
     word = "data_root=/data/${hydra:runtime.choices.model}"
     run = run_dir(tmp_path / "run", "model=linear")
     for file in (run.overrides, run.composed):
-        values = read_overrides(file) if file == run.overrides else components.load(file)
+        values = read_overrides(file) if file == run.overrides else components.read_config(file)
         more = [*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"}
         file.write_text(components.dump(more))
     assert decided(f"resume={run.path}", "epochs=7").values["data_root"] == "/data/linear"

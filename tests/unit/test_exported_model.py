@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helpers import NARROW, train_here
 from lockstep.core.errors import LockstepError
 from lockstep.inference import export as exporting
-from lockstep.inference.predictor import Predictor, load
+from lockstep.inference.predictor import Predictor, load_predictor
 from lockstep.precision import FP32
 
 CLASSES = 10
@@ -51,7 +51,7 @@ class CountingBatch(Pixels):
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
     run = train_here(tmp_path_factory.mktemp("export") / "run", NARROW, "steps=1", "batch=64")
-    return load(run.path, device="cpu", precision=FP32())
+    return load_predictor(run.path, device="cpu", precision=FP32())
 
 
 def exported(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch, *, fault: float) -> float:
@@ -95,7 +95,7 @@ def test_both_models_get_the_same_batches(digits: Predictor, tmp_path: Path, mon
 
 def stub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `--format torch` write an empty file, which has the logits of the weights in `model`."""
-    predictor = load(model, device="cpu", precision=FP32())
+    predictor = load_predictor(model, device="cpu", precision=FP32())
     form = exporting.Format(".pt2", lambda *arguments: arguments[-1].touch(), lambda _: predictor.logits)
     monkeypatch.setitem(exporting.EXPORT_FORMATS, "torch", form)
 

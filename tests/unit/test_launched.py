@@ -151,9 +151,9 @@ def test_an_address_of_this_machine_is_its_own_and_has_an_interface() -> None:
     assert addresses.interface_of("127.0.0.1") == "lo"
     assert addresses.interface_to("127.0.0.2", 9) == "lo"
     assert addresses.interface_of("198.51.100.1") is None
-    assert addresses.is_own("127.0.0.1", 29500)
-    assert addresses.is_own("localhost", 29500)
-    assert not addresses.is_own("198.51.100.1", 29500)
+    assert addresses.is_own_address("127.0.0.1", 29500)
+    assert addresses.is_own_address("localhost", 29500)
+    assert not addresses.is_own_address("198.51.100.1", 29500)
 
 
 def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(InputError, match=r"the host 'nowhere' is not known on this machine \(Name or service"):
-        addresses.resolve("nowhere", 1)
+        addresses.resolve_host("nowhere", 1)
 
 
 @pytest.fixture

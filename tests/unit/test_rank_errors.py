@@ -97,7 +97,7 @@ def test_a_rank_exits_with_the_code_of_its_error(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(worker, "main", main)
+    monkeypatch.setattr(worker, "run_rank", main)
     monkeypatch.setattr(worker, "listen", lambda handler: {})
     monkeypatch.setattr(worker, "leave", codes.append)
     exit_as_rank(tmp_path)
@@ -116,5 +116,5 @@ def test_a_rank_is_watched_for_the_timeout_of_its_job(tmp_path: Path, monkeypatc
     monkeypatch.setattr(worker, "join", context)
     monkeypatch.setattr(worker, "stop_signals", context)
     monkeypatch.setattr(worker.experiment, "run", lambda *_, **__: None)
-    worker.main(run.path)
+    worker.run_rank(run.path)
     assert [options["timeout"] for options in watched if "stop" in options] == [120.0]

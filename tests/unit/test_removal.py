@@ -19,7 +19,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.run import State, candidates
 from lockstep.core.run_dir import RunDir
-from lockstep.inference.predictor import load
+from lockstep.inference.predictor import load_predictor
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.records.ledger import Identity, Ledger
@@ -73,7 +73,7 @@ def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     assert set(left) == {8, *(int(name[5:]) for name in scored)}
     assert not list(run.checkpoints.glob(".*"))
     assert load_newest(run) is not None
-    load(run.path)
+    load_predictor(run.path)
 
 
 def test_a_damaged_newest_checkpoint_does_not_count(run: RunDir) -> None:
@@ -96,7 +96,7 @@ def test_a_run_that_is_running_keeps_everything(run: RunDir, capsys: pytest.Capt
 def test_all_means_completed_runs_whose_weights_stay(run: RunDir, status: str, left: list[int]) -> None:
     run.write_summary(status=status)
     assert [step for step in cleaned(run, everything=True) if step in (8, *left)] == left
-    load(run.path)
+    load_predictor(run.path)
 
 
 @pytest.mark.parametrize("is_best", [True, False])

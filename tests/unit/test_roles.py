@@ -119,7 +119,7 @@ def test_a_strategy_makes_no_other_run_unless_it_changes_more_than_the_order_of_
 
 def test_a_strategy_with_a_fixed_order_of_sums_is_the_run_of_repro_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
-    monkeypatch.setattr("lockstep.config.extensions.load", lambda module: True)
+    monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
 
     @option("strategy")
     class Mine:
@@ -144,6 +144,6 @@ def test_a_key_of_an_option_of_a_users_has_the_role_that_its_class_says(monkeypa
     config = {"strategy": options.default_node("strategy", Mine)}
     expected = dict.fromkeys(("strategy", "strategy.buckets", "strategy.shards"), Role.rounding)
     expected |= {"strategy.shown": Role.display, "strategy.dropped": Role.identity}
-    monkeypatch.setattr("lockstep.config.extensions.load", lambda module: True)
+    monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
     assert {key: role_of(key, config) for key in expected} == expected
     assert fields_with("strategy", Mine(), Role.rounding) == {"buckets", "shards"}

@@ -154,7 +154,7 @@ def test_yaml_that_is_no_plain_config_is_one_sentence(tmp_path: Path, name: str)
     path = tmp_path / "config.yaml"
     path.write_text(YAML[name])
     with pytest.raises(InputError) as caught:
-        components.load(path)
+        components.read_config(path)
     assert str(caught.value).startswith(f"{path} ")
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(InputError):
@@ -165,7 +165,7 @@ def test_yaml_that_is_no_plain_config_is_one_sentence(tmp_path: Path, name: str)
 def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(content)
-    for read in (components.load, read_overrides, read_json):
+    for read in (components.read_config, read_overrides, read_json):
         with suppress(InputError):
             read(path)
 
@@ -175,7 +175,7 @@ def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     words = ["x: y # z", "1e3", "yes", "2026-01-01", "1:30", "0x10", "~", "null", ".inf", "", "ü€"]
     config = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
     path.write_text(components.dump(config))
-    assert components.load(path) == config
+    assert components.read_config(path) == config
     for overrides in (["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"], []):
         path.write_text(components.dump(overrides))
         assert read_overrides(path) == overrides

@@ -35,7 +35,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, fingerprints
-from lockstep.telemetry.tensorboard import TensorBoardWriter, curve_of, layout
+from lockstep.telemetry.tensorboard import TensorBoardWriter, chart_layout, curve_of
 from lockstep.training.build_observers import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -255,9 +255,9 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     tensorboard(tmp_path).end("completed")
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     shown = layout_pb2.Layout.FromString(stored)
-    assert [category.title for category in shown.category] == [*layout([])]
+    assert [category.title for category in shown.category] == [*chart_layout([])]
     assert [chart.title for chart in shown.category[0].chart] == ["Loss", "Accuracy, %", "Metrics"]
-    assert layout(["loss/val", "metric/f1", "my/a.b"])["Options"] == {"my/a.b": [r"my/a\.b"]}
+    assert chart_layout(["loss/val", "metric/f1", "my/a.b"])["Options"] == {"my/a.b": [r"my/a\.b"]}
 
 
 @pytest.fixture(autouse=True)

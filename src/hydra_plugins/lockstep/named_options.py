@@ -11,7 +11,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from lockstep.config import extensions, options
-from lockstep.config.hydra_policy import is_own
+from lockstep.config.hydra_policy import works_for_lockstep
 from lockstep.config.options import TIMM, TORCHVISION, model_of, models_of
 from lockstep.config.recipes import EXTENSION
 from lockstep.config.schema import GROUPS, MANY
@@ -72,7 +72,7 @@ class LockstepSearchPath(SearchPathPlugin):
     """Adds the config files of extensions and these options after our own files, which win; for Lockstep alone."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if not is_own():
+        if not works_for_lockstep():
             return
         for extension in extensions.active():
             if extension.conf is not None:

@@ -264,9 +264,9 @@ class PoolLauncher(Launcher, Callback):
         return Devices.of_machine()
 
     def _pool(self, ledger: Ledger, devices: Devices, view: SweepView) -> Pool:
-        from lockstep.sweep.pool import Pool, start
+        from lockstep.sweep.pool import Pool, start_process
 
-        return Pool(ledger, devices, view, most=self.jobs, start=start)
+        return Pool(ledger, devices, view, most=self.jobs, start=start_process)
 
     def _number(self, config: DictConfig, number: int, folder: str) -> None:
         """Set the number and the folder of a job in its config, and in Hydra, which `${hydra:job.num}` asks."""

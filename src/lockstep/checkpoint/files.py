@@ -26,7 +26,7 @@ from torch import Tensor
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
-from lockstep.core.safe_read import MB, UnreadableFile, check_size, checked_json, opened, read_bytes, read_json
+from lockstep.core.safe_read import MB, UnreadableFile, check_size, checked_json, open_plain, read_bytes, read_json
 from lockstep.core.safe_write import append, usual_mode
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
@@ -39,7 +39,7 @@ Facts = Mapping[str, Any]
 
 
 def sha256(path: Path) -> str:
-    with opened(path) as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -70,7 +70,7 @@ def load_weights(file: Path) -> dict[str, Tensor]:
 
 def _matches_seal(file: Path) -> bool:
     """Whether a weights file that safetensors can read matches the hash in it, or has none, like older ones."""
-    with opened(file, links=True) as data:
+    with open_plain(file, links=True) as data:
         _, seal, digest = _header_and_digest(data)
     return seal in (None, digest)
 
@@ -109,7 +109,7 @@ def manifest(path: Path) -> dict[str, str]:
         case {"bytes": dict(sizes), "sha256": dict(digests)} if sizes.keys() == digests.keys():
             if {FACTS, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
                 for name, expected in sizes.items():  # without reading: a sparse file can be terabytes of zeros
-                    with opened(path / name) as file:
+                    with open_plain(path / name) as file:
                         if (size := os.fstat(file.fileno()).st_size) != expected:
                             raise ValueError(f"{name} has {size} bytes, expected {expected}")
                 return digests
@@ -150,7 +150,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_archive(file: Path) -> None:
     """Raise ValueError for what `torch.save` does not write, and `torch.load` would make any number of bytes of."""
-    with opened(file, links=True) as stored:
+    with open_plain(file, links=True) as stored:
         if not os.fstat(stored.fileno()).st_size:  # nothing can be mapped
             raise ValueError("it is empty")
         with mmap.mmap(stored.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -188,7 +188,7 @@ def whole_weights(path: Path) -> bool:
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """The shapes of the tensors in a weights file, and its metadata. Raises UnreadableFile."""
     try:
-        with opened(file, links=True), safe_open(file, framework="pt") as tensors:
+        with open_plain(file, links=True), safe_open(file, framework="pt") as tensors:
             shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
             return shapes, tensors.metadata() or {}
     except SafetensorError as error:

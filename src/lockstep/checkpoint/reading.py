@@ -67,7 +67,7 @@ def load_newest(run_dir: RunDir, named: Path | None = None) -> LoadedCheckpoint 
     """The checkpoint that `newest_of_run` finds, with its warnings and its errors; before a run has any, `named`."""
     if (newest := newest_of_run(run_dir)) is not None:
         return _read(newest)
-    return None if named is None else load(named)
+    return None if named is None else read_checkpoint(named)
 
 
 def _all_damaged(run_dir: RunDir) -> InputError:
@@ -86,7 +86,7 @@ def _all_damaged(run_dir: RunDir) -> InputError:
     )
 
 
-def load(path: Path) -> LoadedCheckpoint:
+def read_checkpoint(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint to the CPU. Raises InputError if it is damaged."""
     if reason := find_corruption(path):
         raise _damaged(path, reason)

@@ -19,14 +19,14 @@ from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
 from lockstep.core.named_paths import near_path
 from lockstep.core.run_dir import BEST, LATEST
-from lockstep.core.safe_read import UnreadableFile, opened
+from lockstep.core.safe_read import UnreadableFile, open_plain
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
 WRAPPER = re.compile("(module|_orig_mod|model|net)[.]")
 # Where programs keep a model's tensors in a file with other things.
 NESTED = ("state_dict", "model_state_dict", "model")
 # Objects that files of timm and others contain next to the tensors; they hold only values.
-PLAIN: list[Any] = [argparse.Namespace]
+HARMLESS: list[Any] = [argparse.Namespace]
 COUNTERS = ("n_averaged",)  # of torch's AveragedModel
 SAFETENSORS, START = ".safetensors", "init_from"
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def _unpickled(file: Path) -> Mapping[str, Tensor]:
     """The tensors that `torch.save` has written. Raises InputError: damaged, or with objects that run code."""
     try:
         check_archive(file)
-        with torch.serialization.safe_globals(PLAIN):
+        with torch.serialization.safe_globals(HARMLESS):
             saved = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         saved = next((saved[name] for name in NESTED if name in saved), saved)
         return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
@@ -98,7 +98,7 @@ def _reason(file: Path, error: Exception) -> str:
         return reason_of(error)
     if classes := re.findall(r"(?:GLOBAL|class) ([\w.]+\.\w+)", str(error)):
         return f"it has objects of {classes[0]}"
-    with opened(file, links=True) as content:
+    with open_plain(file, links=True) as content:
         start = content.read(16)  # tells a web page or a pointer of Git LFS
     return f"it begins with {start!r}, and is damaged, cut short, a program, or without tensors by name"
 

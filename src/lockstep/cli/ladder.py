@@ -31,7 +31,7 @@ from lockstep.config.commands import (
     with_starts,
 )
 from lockstep.config.composition import composed, without_keys
-from lockstep.config.options import is_own
+from lockstep.config.options import is_builtin
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.locks import Lock
@@ -110,7 +110,7 @@ def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path], own: str = "") 
     many = ("launcher=spawn", f"launcher.ranks={ranks}")
     others = {
         name: Rung(
-            type(strategy).__name__ if is_own("strategy", name) else name,
+            type(strategy).__name__ if is_builtin("strategy", name) else name,
             (f"strategy={name}", *(many if strategy.ranks(2) > 1 else ["launcher.ranks=1"])),
         )
         for name, strategy in components.all_options("strategy").items()

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def train() -> None:
-    from lockstep.cli.train import main as train_main
+    from lockstep.cli.train import train_command as train_main
 
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]

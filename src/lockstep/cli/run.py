@@ -18,7 +18,7 @@ from lockstep.core.safe_write import remove_empty
 from lockstep.core.terminal import forgive_output
 from lockstep.job.prepare import create_run, prepare
 from lockstep.job.resume import Resume, decide_resume
-from lockstep.job.worker import start
+from lockstep.job.worker import start_job
 from lockstep.records.ledger import record_of, recorded
 from lockstep.training.resolved_job import load_job
 
@@ -48,7 +48,7 @@ def _run_here(resume: Resume, lock: Lock) -> float | None:
     """Run a job in this process, or in ranks that it starts."""
     preparation, job = create_run(resume, lock)
     with preparation as run_dir:
-        return start(run_dir, job)
+        return start_job(run_dir, job)
 
 
 def _run_agent(resume: Resume) -> float | None:
@@ -88,7 +88,7 @@ def lead(values: dict[str, Any], invocation: Invocation, lock: Lock) -> float | 
         preparation, job = create_run(decide_resume(values, invocation, followers.earlier), lock)
         with preparation as run_dir:
             followers.send(run_dir)
-            return start(run_dir, job)
+            return start_job(run_dir, job)
 
 
 def follow() -> float | None:
@@ -96,4 +96,4 @@ def follow() -> float | None:
     from lockstep.launcher.attach import following  # imported late, as in `lead`
 
     with following() as run_dir:
-        return start(run_dir, load_job(run_dir.config))
+        return start_job(run_dir, load_job(run_dir.config))

@@ -26,7 +26,7 @@ from lockstep.runtime import program
 from lockstep.telemetry.progress import loading
 
 
-def main(packages: Sequence[str] = ()) -> None:
+def train_command(packages: Sequence[str] = ()) -> None:
     """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails."""
     gc.freeze()  # what is imported lives as long as the program: no collection needs to look through it
     started_as(sys.argv[0])

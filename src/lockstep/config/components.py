@@ -59,7 +59,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
 
 def build_option(group: str, name: str) -> Any:
     """The component of one of our own options, with its defaults."""
-    return build(group, load(CONF / group / f"{name}.yaml"))
+    return build(group, read_config(CONF / group / f"{name}.yaml"))
 
 
 def metrics_of(task: Task | type[Task], chosen: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -67,7 +67,7 @@ def metrics_of(task: Task | type[Task], chosen: Mapping[str, Metric]) -> dict[st
     declared, own = options.declared("metric"), dict[str, Any]()
     for name in task.metrics:
         node = {name: options.default_node("metric", declared[name])} if name in declared else None
-        own |= build_many("metric", node or load(CONF / "metric" / f"{name}.yaml"))
+        own |= build_many("metric", node or read_config(CONF / "metric" / f"{name}.yaml"))
     return {**own, **chosen}
 
 
@@ -179,7 +179,7 @@ def dump(plain: Mapping[str, Any] | Sequence[str]) -> str:
     return yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 
-def load(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The plain values of a config of a run folder or an option of ours. Raises InputError if the file is not one."""
     loaded = read_yaml(path)
     if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):

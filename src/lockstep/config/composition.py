@@ -208,7 +208,7 @@ def of_hydra() -> str:
     return OmegaConf.to_yaml(HydraConfig.instance().cfg)
 
 
-def fitting(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> list[str]:
+def overrides_that_fit(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> list[str]:
     """The `stored` overrides that still apply when `overrides` choose other options of groups.
 
     A key that both options have keeps its value. Keys that only the earlier option has are dropped, and so is the

@@ -98,7 +98,7 @@ def active() -> tuple[Extension, ...]:
     return tuple(extensions.values())
 
 
-def load(module: str) -> bool:
+def import_extension(module: str) -> bool:
     """Import a module of an extension, which declares its options; returns whether there is such a module."""
     extension = next((extension for extension in active() if extension.has(module)), None)
     if extension is None:
@@ -121,7 +121,7 @@ def own_groups() -> dict[str, list[str]]:
     return groups
 
 
-def shown() -> str:
+def named_extensions() -> str:
     return ", ".join(f"{extension.package} ({extension.origin})" for extension in active()) or "none"
 
 
@@ -165,7 +165,7 @@ def _configs(extension: Extension) -> list[tuple[str, Path]]:
                 f"{file}: {group!r} is not a config group; put it into conf/GROUP/NAME.yaml, or begin it with "
                 f"the line `{GLOBAL}` if it sets keys of the job.{known}"
             )
-        if options.is_own(group, name):
+        if options.is_builtin(group, name):
             raise InputError(f"{file}: {group}={name} is an option of Lockstep; rename the file")
         configs.append((f"{group}={name}", file))
     return configs
@@ -176,11 +176,11 @@ def class_of(group: str, target: object, key: str = "") -> type[Any]:
     module, _, name = str(target).rpartition(".")
     if module == GROUPS[group]:
         importlib.import_module(options.modules_of(group).get(name, module))
-    if module == GROUPS[group] or load(module):
+    if module == GROUPS[group] or import_extension(module):
         for cls in options.declared(group).values():
             if options.target_of(cls) == target:
                 return cls
     raise InputError(
         f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "
-        f"{group}=NAME, or install the extension that has it (extensions here: {shown()})"
+        f"{group}=NAME, or install the extension that has it (extensions here: {named_extensions()})"
     )

@@ -268,7 +268,7 @@ class OwnHydra(GlobalHydra):
         super().initialize(hydra)
 
 
-def is_own() -> bool:
+def works_for_lockstep() -> bool:
     """Whether Hydra works for Lockstep, and not for another program that uses Hydra in the same environment."""
     return isinstance(GlobalHydra.instance(), OwnHydra)
 

@@ -94,7 +94,7 @@ def _files(group: str) -> list[Path]:
     return sorted(file for file in CONF.glob("*/*.yaml") if file.parent.name == group)
 
 
-def is_own(group: str, name: str) -> bool:
+def is_builtin(group: str, name: str) -> bool:
     """Whether Lockstep itself has an option of this name."""
     return name in {file.stem for file in _files(group)} or (group == "model" and model_of(name) is not None)
 
@@ -206,7 +206,7 @@ def _check(cls: type[Any], group: str, name: str) -> None:
         raise InputError(
             f"{where}: {cls.__name__} declares an option of {group!r}, which is not a group.{known(group, GROUPS)}"
         )
-    if is_own(group, name):
+    if is_builtin(group, name):
         raise InputError(f"{where}: {group}={name} is an option of Lockstep; give {cls.__name__} another name")
     if target_of(other) != target_of(cls):
         raise InputError(f"{where}: {group}={name} is declared at {_place(other)} too; rename one of them")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.commands import override, parsed, shell_command
-from lockstep.config.options import is_own, model_of, options_with
+from lockstep.config.options import is_builtin, model_of, options_with
 from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.errors import close_to
@@ -59,7 +59,7 @@ def explain_absent(name: str) -> str:
 
 def suggest_option(group: str, value: str) -> str:
     """The overrides to type for the option of a group that another program calls `value`; empty if unknown."""
-    if is_own(group, value):
+    if is_builtin(group, value):
         return shell_command([f"{group}={value}"])
     if group == "device" and value in ("cpu", "cuda", "auto"):
         return f"device={value}"

@@ -41,7 +41,7 @@ def place_of(step: int, tags: Iterable[str]) -> float:
     return step + max(delays, default=0.0)
 
 
-def is_own(tag: str) -> bool:
+def is_of_option(tag: str) -> bool:
     """Whether a figure is one that an option logs."""
     return tag.partition("/")[0] not in PAGES
 

@@ -109,13 +109,13 @@ def check_size(size: int, what: str = "it has", most: int = MOST_BYTES) -> None:
         raise ValueError(f"{what} {size:,} bytes, expected at most {most:,}")
 
 
-def kind(mode: int) -> str:
+def file_kind(mode: int) -> str:
     """The kind of a file from its `st_mode`, such as "a pipe"; empty for a plain file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 @contextmanager
-def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
+def open_plain(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
     """Open a plain file for reading, without blocking. `links` allows a symbolic link. Raises UnreadableFile."""
     with stored(partial(_open, path, links), path) as file:
         try:
@@ -129,7 +129,7 @@ def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
 def _open(path: Path, links: bool) -> BufferedReader:
     try:
         # Check the kind before opening: opening a pipe waits for a writer, and can start an action of a device.
-        if not (other_kind := kind(path.stat(follow_symlinks=links).st_mode)):
+        if not (other_kind := file_kind(path.stat(follow_symlinks=links).st_mode)):
             return BufferedReader(_PatientFile(path))
     except (FileNotFoundError, NotADirectoryError):
         raise UnreadableFile(path, "is missing", missing=True) from None
@@ -143,7 +143,7 @@ def _open(path: Path, links: bool) -> BufferedReader:
 
 def read_bytes(path: Path, limit: int = MOST_TEXT_BYTES, *, links: bool = False) -> bytes:
     """The content of a plain file of at most `limit` bytes."""
-    with opened(path, links=links) as file:
+    with open_plain(path, links=links) as file:
         size = os.fstat(file.fileno()).st_size
         # Not `limit` in any case: `read` takes all the memory that it is asked for. Files of /proc have a size of 0.
         data = file.read(min(limit, max(size, MOST_TEXT_BYTES)) + 1)
@@ -211,7 +211,7 @@ def read_lines(path: Path) -> Iterator[str | None]:
 
     Reading stops at a line of more than `LINE_LIMIT` bytes, because Lockstep writes no such line.
     """
-    with opened(path) as file:
+    with open_plain(path) as file:
         while line := file.readline(LINE_LIMIT):
             if not line.endswith(b"\n"):
                 yield None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import InputError, StorageError
-from lockstep.core.safe_read import kind
+from lockstep.core.safe_read import file_kind
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a full disk
 
@@ -79,7 +79,7 @@ def _open_plain(path: str | Path, flags: int) -> int:
 
 def _unfit(status: os.stat_result) -> str:
     """Why a file is not written to, such as "a pipe"; empty for a plain file with one name."""
-    return kind(status.st_mode) or "a hard link" * (status.st_nlink > 1)
+    return file_kind(status.st_mode) or "a hard link" * (status.st_nlink > 1)
 
 
 def check_names(folder: Path, *patterns: str) -> None:

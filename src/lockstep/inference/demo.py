@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.core.model_card import LABELS, SIGMOID, VALUES
 from lockstep.core.safe_read import MB
 from lockstep.data.datasets.folder import suffixes_of
-from lockstep.inference.predictor import THRESHOLD, Predictor, load, say_which
+from lockstep.inference.predictor import THRESHOLD, Predictor, load_predictor, say_which
 from lockstep.runtime.local_server import HTML, JSON, LocalServer, Receive, Refused
 from lockstep.training.trained import find_weights
 
@@ -21,7 +21,7 @@ SHOWN = 5  # the most classes in an answer
 
 def demo(path: str, *, port: int, device: str | None) -> None:
     """Serve the page of a model until a signal ends it."""
-    predictor = load(file := find_weights(path), device=device)
+    predictor = load_predictor(file := find_weights(path), device=device)
     say_which(file, predictor.card)
     DemoServer(predictor, port).serve_until_signal(f"shows the {predictor.card.targets} of a photo")
 

@@ -25,7 +25,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import show_json
 from lockstep.data.datasets.sizes import with_sizes
-from lockstep.inference.predictor import Predictor, load, run_of, say_which
+from lockstep.inference.predictor import Predictor, load_predictor, run_of, say_which
 from lockstep.inference.scoring import (
     EvaluatedSplit,
     Evaluation,
@@ -34,8 +34,8 @@ from lockstep.inference.scoring import (
     csv_lines,
     evaluated,
     of_all,
+    score_text,
     show_figures,
-    shown,
 )
 from lockstep.job.resolve import with_targets
 from lockstep.records.ledger import Ledger
@@ -73,7 +73,7 @@ def evaluate(
         return
     file = find_weights(path)
     run = run_of(file)
-    predictor = load(file, device=device)
+    predictor = load_predictor(file, device=device)
     say_which(file, card := predictor.card)
     chosen, source = split_for(predictor, run, overrides, split)
     evaluation = evaluated([(predictor, chosen)])
@@ -83,7 +83,7 @@ def evaluate(
         name = SPLIT_NAMES[split]
         log.show(f"{facts['images']:,} images of the {name} split of {facts['dataset']}, weights of step {card.step}")
         scores = telling(of_all(evaluation.figures), card.classes)
-        log.show("  ".join(f"{figure_word(name)} {shown(name, value)}" for name, value in scores.items()))
+        log.show("  ".join(f"{figure_word(name)} {score_text(name, value)}" for name, value in scores.items()))
         if split == "val" and card.score:
             log.show(f"in training it was {card.score}")
         evaluation.show()
@@ -107,7 +107,7 @@ def evaluate_folds(
 def trials(setting: CrossValidation, overrides: Sequence[str], device: str | None) -> Iterator[Trial]:
     """The models of a setting, each with the images of its fold. Raises InputError: a model may have seen some."""
     for fold, run in setting.runs.items():
-        predictor = load(run.folder, device=device)
+        predictor = load_predictor(run.folder, device=device)
         fold_split, source = split_for(predictor, run.run_dir, overrides, "val")
         if predictor.card.trained_on.get("sha256") != fingerprint_of(source):
             raise InputError(
@@ -197,7 +197,7 @@ def split_for(
     examples = source.read_as(chosen, card)
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
-        config = components.load(run.config)
+        config = components.read_config(run.config)
         threads = components.build("launcher", config.get("launcher")).threads
         if isinstance(threads, int):  # the last bits of a sum depend on it
             torch.set_num_threads(min(threads, cores()))
@@ -210,7 +210,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     A data set that only the run folder names is not downloaded, because somebody else may have written the folder.
     """
     if run is not None and not overrides:
-        run_data: Source = components.build("dataset", components.load(run.config).get("dataset"))
+        run_data: Source = components.build("dataset", components.read_config(run.config).get("dataset"))
         return run_data
     has_dataset = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not has_dataset:

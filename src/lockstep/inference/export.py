@@ -34,7 +34,7 @@ from lockstep.data.datasets.decode import RGB
 from lockstep.data.loading.reading import sample
 from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Predictor, load, run_of, say_which
+from lockstep.inference.predictor import Predictor, load_predictor, run_of, say_which
 from lockstep.precision import FP32
 from lockstep.telemetry.progress import progress
 from lockstep.training.trained import find_weights
@@ -62,7 +62,7 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     if kind == "timm":
         if images or pixels != "uint8":
             raise InputError("--to timm writes the network alone: remove --pixels and images to compare on")
-        predictor = load(file, device="cpu", precision=FP32())
+        predictor = load_predictor(file, device="cpu", precision=FP32())
         say_which(file, predictor.card)
         export_folder(predictor, run_of(file), Path(out) if out is not None else file.with_name("timm"))
         return
@@ -70,7 +70,7 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     check_out(target)
     if (usual := OF_SUFFIX.get(target.suffix, kind)) != kind:
         raise InputError(f"--out is {target}, and --to {kind} writes another kind of file: --to {usual}")
-    predictor = load(file, device="cpu", precision=FP32())
+    predictor = load_predictor(file, device="cpu", precision=FP32())
     say_which(file, predictor.card)
     stored, origin = _images(predictor, file, images)
     if max(predictor.card.input_shape[1:]) < max(stored.shape[2:]):  # else the exported model enlarges the images
@@ -227,7 +227,7 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     if facts["fixed_input_size"]:
         arguments.setdefault("img_size", shape[1:])
     config = {"label_names": list(card.names), "problem_type": PROBLEMS[card.probabilities]}
-    trained = None if run is None else components.load(run.config).get("model")
+    trained = None if run is None else components.read_config(run.config).get("model")
     base = facts_of_timm if isinstance(trained, dict) and trained.get("pretrained") else {}
     differences = _differences(card)
     with storing(target), tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".export-") as place:

@@ -17,7 +17,7 @@ from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import row_lines
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import THRESHOLD, Predictor, load, say_which
+from lockstep.inference.predictor import THRESHOLD, Predictor, load_predictor, say_which
 from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 from lockstep.training.trained import find_weights
@@ -52,7 +52,7 @@ def predict(
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
     if out is not None:
         check_out(Path(out))
-    predictor = load(file := find_weights(path), device=device)
+    predictor = load_predictor(file := find_weights(path), device=device)
     say_which(file, predictor.card)
     targets = predictor.card.targets
     if top is not None and targets != CLASSES:

@@ -143,7 +143,7 @@ class Predictor(Trained):
         ]
 
 
-def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
+def load_predictor(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
     """The model at `path`, ready to be used; the arguments and errors are those of `load_trained`."""
     trained = load_trained(path, device=device, precision=precision)
     if trained.card.packages:

@@ -168,11 +168,11 @@ def csv_lines(evaluations: Sequence[Evaluation]) -> Iterator[bytes]:
 def show_figures(head: str, key: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Show a table of rows: what they have at `key`, in the column `head`, their images, and these figures."""
     images = [f"{row['images']:,}" if "images" in row else "" for row in rows]
-    figures = [Column(figure_word(name), [shown(name, row.get(name)) for row in rows]) for name in names]
+    figures = [Column(figure_word(name), [score_text(name, row.get(name)) for row in rows]) for name in names]
     show_table([Column(head, [str(row[key]) for row in rows]), Column("images", images), *figures])
 
 
-def shown(name: str, value: float | None) -> str:
+def score_text(name: str, value: float | None) -> str:
     return "–" if value is None else "".join(figure_parts(name, value))
 
 
@@ -259,7 +259,7 @@ def _metrics(targets: str, metrics: Mapping[str, Any] | None) -> tuple[dict[str,
 
 
 def _nodes(names: Iterable[str]) -> dict[str, Any]:
-    return {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in names}
+    return {name: components.read_config(CONF / "metric" / f"{name}.yaml")[name] for name in names}
 
 
 def _scores(card: ModelCard, nodes: Mapping[str, Any]) -> Scores:

@@ -44,7 +44,7 @@ def by_weights(job: Job, resumed: Path | None) -> Job:
     optimizer: Any = job.optimizer
     if resumed is not None and optimizer.decay_embeddings is None:
         with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
-            run = components.load(RunDir(resumed.parents[1]).config)["optimizer"]
+            run = components.read_config(RunDir(resumed.parents[1]).config)["optimizer"]
             decays = run.get("decay_embeddings", True)  # they did in every run without this key
             job = replace(job, optimizer=replace(optimizer, decay_embeddings=decays))
     if model.pretrained == AUTO:
@@ -79,7 +79,7 @@ def _has_weights(job: Job, resumed: Path | None) -> bool:
     """Whether to start from published weights: as the run did that is continued, else if they can be had."""
     if resumed is not None:
         with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
-            return bool(components.load(RunDir(resumed.parents[1]).config)["model"]["pretrained"])
+            return bool(components.read_config(RunDir(resumed.parents[1]).config)["model"]["pretrained"])
     return job.init_from is None and not job.model.missing_weights()
 
 

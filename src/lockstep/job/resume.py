@@ -107,7 +107,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
         # Somebody else may have written the run folder, so only the present command may name another output folder.
         values = {**of_run, "output_root": values["output_root"]}
         # What it was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
-        start = components.load(RunDir(run).config).get("resume")
+        start = components.read_config(RunDir(run).config).get("resume")
     folder = (named or (Path(earlier) if earlier else None)) if run is None else run
     starts = latest_starts(values, None if folder is None else Run(folder).composed)
     for key, path in starts.items():
@@ -187,7 +187,7 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
     added = tuple(text for text in invocation.overrides if key_of(text) != "resume")
     try:
         own = composition.recompose(stored, (), configs)
-        fitting = composition.fitting(stored, added, configs)
+        fitting = composition.overrides_that_fit(stored, added, configs)
         values = composition.recompose(fitting, added, configs) if added else {**own}
     except InputError as error:
         raise InputError(f"{error}{_missing_extensions(run_dir)}") from error
@@ -195,7 +195,7 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
         words = " ".join(dropped)
         log.show_warning(f"resume: {words} of the run is dropped: the options of this command do not take it")
     if "name" not in map(key_of, added):
-        values["name"] = components.load(run_dir.config).get("name", values["name"])
+        values["name"] = components.read_config(run_dir.config).get("name", values["name"])
     _check_kept_config(run_dir, own, values, [key_of(text) for text in added])
     return values, (*fitting, *added)
 
@@ -218,7 +218,7 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
     the keys `overridden`, is not compared, and no key that makes the same run.
     """
     try:
-        stored_values = dict(leaves(components.load(run_dir.composed)))
+        stored_values = dict(leaves(components.read_config(run_dir.composed)))
     except InputError as error:
         read_if_exists(run_dir.composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")

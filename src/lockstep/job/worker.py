@@ -39,7 +39,7 @@ from lockstep.training.resolved_job import ResolvedJob, load_job
 SPARE_FILES = 512  # files that a rank may have open besides its connections
 
 
-def start(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callback] | None = None) -> float | None:
+def start_job(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callback] | None = None) -> float | None:
     """Run a job in its folder in all its ranks, and return its objective. Raises LockstepError if it fails.
 
     `callbacks` are objects of this process, for a job whose one rank it is.
@@ -50,12 +50,12 @@ def start(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callback] |
             "can do; use lockstep train, or launcher.nodes=1"
         )
     with impatient():
-        objective = job.launcher.launch(lambda path: main(path, job, callbacks), run_dir)
+        objective = job.launcher.launch(lambda path: run_rank(path, job, callbacks), run_dir)
     forgive_output()  # train.log has what is shown
     return objective
 
 
-def main(path: Path, job: ResolvedJob | None = None, callbacks: Mapping[str, Callback] | None = None) -> None:
+def run_rank(path: Path, job: ResolvedJob | None = None, callbacks: Mapping[str, Callback] | None = None) -> None:
     """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank."""
     run_dir = RunDir(path)
     errors = RankErrorFile(run_dir, launched_place().rank)
@@ -140,7 +140,7 @@ def exit_as_rank(path: Path) -> NoReturn:
     """Run `main` in a process that only serves as this rank, and exit with the code of its error."""
     code = 0
     try:
-        main(path)
+        run_rank(path)
     except LockstepError as error:
         code = error.exit_code
     except Exception:  # the error file has the traceback; the launcher shows it

@@ -189,7 +189,7 @@ def _store(*, serve: bool) -> TCPStore:
     seconds = REACHED_S if _agent_serves() else JOIN_S
     address, port = store_address()
     where = f"MASTER_ADDR={address} MASTER_PORT={port}"
-    addresses.resolve(address, port)  # raises for an unknown name, instead of waiting for it
+    addresses.resolve_host(address, port)  # raises for an unknown name, instead of waiting for it
     try:
         if not wait(lambda: serve or is_listening(address, port), seconds, show=f"waiting for rank 0 at {where}"):
             raise DistNetworkError("it does not answer")
@@ -209,7 +209,7 @@ def _store(*, serve: bool) -> TCPStore:
                 f"rank 0 cannot listen at {where}: another program does, or RANK=0 was started twice; choose a free "
                 "MASTER_PORT, the same for all ranks"
             ) from error
-        if serve and not addresses.is_own(address, port):
+        if serve and not addresses.is_own_address(address, port):
             raise InputError(
                 f"MASTER_ADDR={address} does not lead to this machine, where RANK=0 was started; set it to the "
                 "address of this machine, the same for all ranks"

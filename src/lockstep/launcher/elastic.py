@@ -91,7 +91,7 @@ class Elastic(Spawn):
         if self.node_range[1] == 1:
             return super().try_address()
         host, port = self._meeting()
-        family, address = addresses.resolve(host, port)[0]
+        family, address = addresses.resolve_host(host, port)[0]
         if not self.is_host:
             return f"{host} has an address; it listens at {self.rendezvous} when the job starts there"
         # As torch's agent will, on all interfaces if the name is a loopback one. A machine can resolve its own name
@@ -107,7 +107,7 @@ class Elastic(Spawn):
 
     @property
     def is_host(self) -> bool:
-        return self.node_rank == 0 or (self.node_rank == "auto" and addresses.is_own(*self._meeting()))
+        return self.node_rank == 0 or (self.node_rank == "auto" and addresses.is_own_address(*self._meeting()))
 
     def run_agent(self, command: Sequence[str]) -> None:
         """Run `command` as each local rank by torch's elastic agent. Raises LockstepError, or SystemExit."""

@@ -15,7 +15,7 @@ from lockstep.config.roles import is_sample
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction, Directions, Monitor, direction_in, figure_name, figure_parts, name_of
 from lockstep.core.run import TEST_SCORES, Run, State, born
-from lockstep.core.safe_read import UnreadableFile, is_number, opened
+from lockstep.core.safe_read import UnreadableFile, is_number, open_plain
 from lockstep.core.tags import METRIC, STEP_MS, TAGS
 
 SCORE = "score"
@@ -164,7 +164,7 @@ def _seconds(run: Run) -> float | None:
 
 def _megabytes(run: Run) -> float | None:
     """The tensors of the weights file, without the text before them, which has classes and scores, too."""
-    with suppress(UnreadableFile), opened(run.run_dir.weights) as file:
+    with suppress(UnreadableFile), open_plain(run.run_dir.weights) as file:
         return (os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")) / 1e6
     return None
 

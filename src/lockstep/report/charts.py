@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.figures import Figures, Predictions, finite, is_own
+from lockstep.core.figures import Figures, Predictions, finite, is_of_option
 from lockstep.core.model_card import LABELS
 from lockstep.core.monitor import name_of, telling
 from lockstep.core.run import Run
@@ -43,7 +43,7 @@ def learning_titles(run: Run) -> Charts:
     tags = dict.fromkeys(tag for _, scalars in run.figures for tag in finite(scalars))
     monitored = [tag for tag in run.monitor.tags if tag in tags and tag.startswith(METRIC)]
     metrics = [tag for tag in tags if re.fullmatch(METRIC + "[^/]*", tag) and tag not in monitored]
-    others = [*metrics, *filter(is_own, tags)]
+    others = [*metrics, *filter(is_of_option, tags)]
 
     def single(tags: Sequence[str]) -> Charts:
         titles = {tag: f"{name_of(tag)}, validation" if tag.startswith(METRIC) else tag for tag in tags}

@@ -45,7 +45,7 @@ def machine() -> str:
     return " ".join(words)
 
 
-def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
+def resolve_host(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses of a host, as family and text. Raises InputError if the name cannot be resolved."""
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -57,9 +57,9 @@ def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     return [(family, str(address[0])) for family, _, _, _, address in known]
 
 
-def is_own(host: str, port: int) -> bool:
+def is_own_address(host: str, port: int) -> bool:
     """Whether an address of `host` belongs to this machine, so that it can listen there."""
-    for family, address in resolve(host, port):
+    for family, address in resolve_host(host, port):
         with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.bind((address, 0))
             return True
@@ -68,7 +68,7 @@ def is_own(host: str, port: int) -> bool:
 
 def interface_to(host: str, port: int) -> str | None:
     """The interface by which this machine reaches `host`, from the kernel's routes; None if it does not tell."""
-    for family, address in resolve(host, port):
+    for family, address in resolve_host(host, port):
         with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect((address, port))
             return interface_of(probe.getsockname()[0])

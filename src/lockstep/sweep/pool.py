@@ -198,7 +198,7 @@ def fresh(
         return Fresh(words, variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options)
 
 
-def start(ledger: Ledger, job: SweepJob, share: Share) -> Process:
+def start_process(ledger: Ledger, job: SweepJob, share: Share) -> Process:
     return forked(ledger, job, share) if can_fork() else fresh(ledger, job, share)
 
 

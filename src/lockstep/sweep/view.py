@@ -39,7 +39,7 @@ from lockstep.records.record import (
 from lockstep.records.runs import JobRun, Row, groups
 from lockstep.records.tables import job_numbers, show_groups
 from lockstep.runtime.program import say
-from lockstep.telemetry.progress import ALWAYS, FigureColumn, fitting, format_duration
+from lockstep.telemetry.progress import ALWAYS, FigureColumn, format_duration, in_line
 
 
 class JobProgress:
@@ -68,7 +68,7 @@ class JobProgress:
 
     def _read(self) -> None:
         try:
-            with safe_read.opened(self.job.run_dir.metrics) as file:
+            with safe_read.open_plain(self.job.run_dir.metrics) as file:
                 if file.seek(0, 2) < self.offset:  # a resume has cut it
                     self.offset = 0
                 file.seek(self.offset)
@@ -204,7 +204,7 @@ class SweepView:
             form = "%H:%M" if seconds < 12 * 3600 else "%a %H:%M"
             columns.append(FigureColumn("left", format_duration(seconds), "", ALWAYS))
             columns.append(FigureColumn("ends", time.strftime(form, time.localtime(time.time() + seconds)), "", 7))
-        return fitting(columns, self.live.console.width)
+        return in_line(columns, self.live.console.width)
 
     def seconds_left(self, waiting: int) -> float | None:
         """The seconds to the sweep's end, at least as many as any running job has left; None if no pace is known."""

@@ -18,8 +18,8 @@ from lockstep.telemetry.progress import (
     SILENCE_S,
     FigureColumn,
     bar,
-    fitting,
     format_duration,
+    in_line,
 )
 from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
@@ -119,7 +119,7 @@ class Screen(Display):
         epoch = f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}"
         position = [FigureColumn("epoch", epoch, f"/{epochs}", ALWAYS), self._position(step, 1)]
         line = [*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)]
-        log.say(fitting(line, None).plain, shown=fitting(line, self._width()))
+        log.say(in_line(line, None).plain, shown=in_line(line, self._width()))
 
     def _position(self, step: int, priority: int) -> FigureColumn:
         total = str(self.plan.total_steps)
@@ -190,7 +190,7 @@ class Bar(Screen):
         share = self.evaluated_share if self.phase else self.step / self.plan.total_steps
         middle = [FigureColumn(self.phase, "", "", 8)] if self.phase else figures(self.last) if self.last else []
         width = self._width() - 1  # a full line would wrap on some terminals
-        line = fitting([self._position(self.step, ALWAYS), *middle, left], width - SHORTEST_BAR)
+        line = in_line([self._position(self.step, ALWAYS), *middle, left], width - SHORTEST_BAR)
         moving = bar(share, width - line.cell_len, unicode=log.console.encoding.startswith("utf"))
         return Text.assemble(moving, line)
 

@@ -40,7 +40,7 @@ class FigureColumn:
         return Text.assemble(self.name, gap, (self.figure + self.unit, self.style))
 
 
-def fitting(columns: Sequence[FigureColumn], width: int | None) -> Text:
+def in_line(columns: Sequence[FigureColumn], width: int | None) -> Text:
     """The columns in one line. The ones with the lowest priority are dropped until it has `width` cells at most."""
     shown = list(columns)
     while True:
@@ -91,7 +91,7 @@ class Work:
             return FigureColumn(self.activity, format_duration(passed), "", ALWAYS).text()
         left = format_duration(passed / self.done * (self.total - self.done)) if self.done else "?"
         count = f"{self.done:>{len(f'{self.total:,}')},}/{self.total:,}"
-        return fitting([FigureColumn(self.activity, count, "", ALWAYS), FigureColumn("left", left, "", ALWAYS)], None)
+        return in_line([FigureColumn(self.activity, count, "", ALWAYS), FigureColumn("left", left, "", ALWAYS)], None)
 
     def with_bar(self, console: Console) -> Text:
         line = self.text()

@@ -23,7 +23,7 @@ from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, escaped
-from lockstep.core.figures import BINS, Predictions, finite, is_own, number_or_text, place_of
+from lockstep.core.figures import BINS, Predictions, finite, is_of_option, number_or_text, place_of
 from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
@@ -58,7 +58,7 @@ def curve_of(tag: str, folder: str) -> tuple[str, str]:
     return folder, f"system/{tag}" if tag.startswith((CPU, GPU)) else tag
 
 
-def layout(tags: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+def chart_layout(tags: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """The charts of each category of the page of custom scalars, with the tags of their curves as patterns.
 
     Each figure of `tags` that an option logs has a chart.
@@ -68,7 +68,7 @@ def layout(tags: Iterable[str]) -> dict[str, dict[str, list[str]]]:
         tag = curve_of(figure.tag, "")[1] + ".*" * figure.tag.endswith("/")
         charts = pages.setdefault(figure.page, {}).setdefault(figure.title, [])
         charts += [tag] * (tag not in charts)
-    pages[OPTIONS_PAGE] = {tag: [re.escape(tag)] for tag in tags if is_own(tag)}
+    pages[OPTIONS_PAGE] = {tag: [re.escape(tag)] for tag in tags if is_of_option(tag)}
     return {page: charts for page, charts in pages.items() if page and charts}
 
 
@@ -106,7 +106,7 @@ class TensorBoardWriter(Observer):
             self._writer(VAL_FOLDER)
             multiline = {
                 page: {chart: ["Multiline", tags] for chart, tags in charts.items()}
-                for page, charts in layout(run.tags).items()
+                for page, charts in chart_layout(run.tags).items()
                 if on_gpu or page != "GPU"
             }
             training.add_custom_scalars(multiline)
@@ -151,7 +151,7 @@ class TensorBoardWriter(Observer):
         if folder not in self.writers:
             # Of the step that the run resumes from, only an evaluation may be left to do.
             purge_step = int(self.after + 0.5) if folder else int(self.after) + 1
-            self.writers[folder] = opened(self.folder / folder, purge_step)
+            self.writers[folder] = new_writer(self.folder / folder, purge_step)
         return self.writers[folder]
 
     def first_batch(self, micro: Shard, images: Tensor) -> None:
@@ -204,7 +204,7 @@ class TensorBoardWriter(Observer):
         verdict = summary.get("verdict")
         if verdict and not self.failed:
             text = "\n".join(str(verdict[key]) for key in ("sentence", "evidence", "override") if verdict.get(key))
-            with self._tolerating_errors(), opened(self.folder) as writer:
+            with self._tolerating_errors(), new_writer(self.folder) as writer:
                 add_text(writer, "verdict", text, summary.get("step", 0))
 
     @contextmanager
@@ -217,7 +217,7 @@ class TensorBoardWriter(Observer):
             self.failed = True
 
 
-def opened(folder: Path, purge_step: int | None = None) -> SummaryWriter:
+def new_writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
     """A new event file in a folder, from which TensorBoard hides the events of others from `purge_step` on."""
     from torch.utils.tensorboard import SummaryWriter
 

@@ -19,7 +19,7 @@ from lockstep.training.train_state import Progress
 from lockstep.training.train_step import StepListener
 
 T = TypeVar("T")
-Figures = tuple[dict[str, float], dict[str, float]]
+EvaluationFigures = tuple[dict[str, float], dict[str, float]]
 
 
 class Callbacks(Observers):
@@ -118,7 +118,7 @@ class Moments:
 
         return replace(listener, record=record, reduced=reduced)
 
-    def evaluation(self, evaluate: Callable[[], Figures]) -> Figures:
+    def evaluation(self, evaluate: Callable[[], EvaluationFigures]) -> EvaluationFigures:
         """Evaluate, with what comes before and after; `evaluate` returns figures by name and by tag. Collective."""
         with self.undone_by_stop():
             self.callbacks.call("evaluation_start", self.run)

@@ -71,7 +71,7 @@ class ResolvedJob(Job):
 
 def load_job(path: Path) -> ResolvedJob:
     """The resolved job that a run folder's `config.yaml` describes. Raises InputError if it is missing or damaged."""
-    return ResolvedJob.of(components.build_job(components.load(path)))
+    return ResolvedJob.of(components.build_job(components.read_config(path)))
 
 
 def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:

@@ -23,7 +23,7 @@ from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import choice, in_config, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import check_size, opened, stored
+from lockstep.core.safe_read import check_size, open_plain, stored
 from lockstep.core.safe_write import absent, check_names, locked, remove_empty
 from lockstep.data.datasets.arrays import ArraySplit, check_labels
 from lockstep.data.datasets.sizes import AUTO
@@ -343,7 +343,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     file = next((name for name in (path, packed) if name.is_file()), None)
     if file is None:
         raise FileNotFoundError(f"there is no {path.name}")
-    with opened(file, links=True) as stored, gzip.GzipFile(fileobj=stored) if file == packed else stored as content:
+    with open_plain(file, links=True) as raw, gzip.GzipFile(fileobj=raw) if file == packed else raw as content:
         shape = np.frombuffer(content.read(4 * content.read(4)[3]), ">u4").tolist()
         check_size(size := math.prod(shape), "its array has")
         return np.frombuffer(content.read(size + 1), np.uint8).reshape(shape)

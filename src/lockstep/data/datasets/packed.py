@@ -36,7 +36,7 @@ from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
 from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
 from lockstep.core.run_dir import MANIFEST
-from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
+from lockstep.core.safe_read import MB, UnreadableFile, open_plain, read_json
 from lockstep.core.safe_write import locked, sync
 from lockstep.data.datasets.arrays import ArraySplit, check_labels
 from lockstep.data.datasets.sizes import PhotoSource, keeps_whole
@@ -156,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
             for kind in KINDS:
                 file = f"{split}.{kind}"
                 expected = math.prod(manifest.tensor_shape(split, kind)) * manifest.dtype(kind).itemsize
-                with opened(folder / file, links=True) as data:  # refuses pipes and devices
+                with open_plain(folder / file, links=True) as data:  # refuses pipes and devices
                     size = os.fstat(data.fileno()).st_size
                 if size != expected:
                     raise ValueError(f"{file} has {size} bytes, expected {expected}")
@@ -193,7 +193,7 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
     for split in manifest.splits:
         for kind in KINDS:
             digest = hashlib.sha256()
-            with opened(folder / f"{split}.{kind}", links=True) as file:
+            with open_plain(folder / f"{split}.{kind}", links=True) as file:
                 while block := file.read(2**22):
                     digest.update(block)
                     advanced(len(block))

@@ -19,7 +19,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import LINE_LIMIT, opened
+from lockstep.core.safe_read import LINE_LIMIT, open_plain
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order, option_of
 from lockstep.data.datasets.targets import SEPARATOR, as_numbers, as_targets, names_of, split_text, target_of
@@ -154,7 +154,7 @@ class CSV(FileSource):
         return rows
 
     def _rows(self) -> Iterator[TableEntry]:
-        with opened(Path(self.path), links=True) as file:
+        with open_plain(Path(self.path), links=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             try:
                 lines_of_text = self._lines(text)

@@ -17,7 +17,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import check_size, opened
+from lockstep.core.safe_read import check_size, open_plain
 from lockstep.data.datasets.decode import read_part
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, kind_of, left_out_note, suffixes_of
@@ -114,7 +114,7 @@ class WebDataset(FileSource):
         images: dict[str, dict[str, TarMember]] = {}
         labels: dict[str, Any] = {}
         labels_size = 0
-        with opened(shard, links=True) as file:
+        with open_plain(shard, links=True) as file:
             try:
                 for name, offset, size in stored_files(file):
                     key, suffix = _key_and_suffix(name)
