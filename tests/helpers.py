@@ -256,13 +256,14 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 @functools.cache
 def forks() -> Forks:
     """The interpreter from which commands and gangs are forked. The first use starts it."""
-    commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.pool", "lockstep.cli.main")
-    commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.optim.schedule")
+    commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.sweepers", "lockstep.cli.main")
+    commands += ("lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.sweep.pool")
+    commands += ("lockstep.optim.schedule",)
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
     scores = ("sklearn.metrics", "scipy.special", "scipy.stats")
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
     # Every command imports Hydra's plugins, and a fork that calls a function of a test file imports pytest.
-    plugins = [f"hydra_plugins.lockstep.{name}" for name in ("named_options", "pool", "ray_launcher", "search")]
+    plugins = [f"hydra_plugins.lockstep.{name}" for name in ("named_options", "sweeps")]
     hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
     plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
     images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")

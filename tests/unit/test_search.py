@@ -16,11 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from hydra_plugins.lockstep.search import OPTUNA_CONFIG, OptunaSweeper, distribution
+from hydra_plugins.lockstep.sweeps import OPTUNA_CONFIG
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run import State
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.sweep.search import Search
+from lockstep.sweep.sweepers import OptunaSweeper, distribution
 
 optuna = pytest.importorskip("optuna")
 LINE = ("seed=3", "x=interval(0,1)", "kind=a,b")
@@ -46,8 +47,7 @@ class Launcher:
 def sweeper(folder: Path, launcher: Any, **settings: Any) -> OptunaSweeper:
     words = {key: value for key, value in OPTUNA_CONFIG.items() if key != "_target_"} | settings
     searching = OptunaSweeper(**words)
-    searching.settings = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "sweeper": {}}})
-    searching.launcher = launcher
+    searching.setup(launcher, OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "sweeper": {}}}))
     return searching
 
 

@@ -22,6 +22,7 @@ from lockstep.job.slurm import Submission, preview, submission, submit
 from lockstep.job.slurm_task import SlurmTask
 from lockstep.launcher import Slurm
 from lockstep.records.ledger import Ledger
+from lockstep.sweep import line
 
 Programs = Callable[..., None]
 
@@ -235,7 +236,7 @@ def test_a_sweep_that_is_started_while_an_error_is_handled_ends_like_any_other(
 ) -> None:
     submitted: list[Path | None] = []
     monkeypatch.setattr(callbacks, "submit_all", lambda jobs, folder: submitted.append(folder))
-    monkeypatch.setattr(callbacks, "choose_folder", lambda config: Ledger(tmp_path))
+    monkeypatch.setattr(line, "choose_folder", lambda config: Ledger(tmp_path))
     config, sweep = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}), callbacks.SweepCallbacks()
     try:
         raise FileNotFoundError

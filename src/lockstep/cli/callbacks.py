@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -18,22 +17,18 @@ from omegaconf import DictConfig
 
 from lockstep.config.commands import program_name
 from lockstep.core import log
-from lockstep.core.errors import InputError, StorageError
+from lockstep.core.errors import InputError
 from lockstep.core.launch_env import follows, is_launched, started_by
-from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import absent, check_names, remove_empty
 from lockstep.core.terminal import impatient
-from lockstep.records.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.runtime import program
-from lockstep.sweep.line import choose_folder
+from lockstep.telemetry.progress import loading
 
 if TYPE_CHECKING:
     from lockstep.job.slurm import Submission
-from lockstep.telemetry.progress import loading
 
-FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
 CHECKED_PATTERNS = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
 
 
@@ -45,6 +40,7 @@ def submit_all(submissions: Sequence[Submission], folder: Path | None = None) ->
     if not submissions:
         return
     from lockstep.job.slurm import preview, submit  # few jobs are for a cluster
+    from lockstep.records.ledger import record_of
 
     for launcher, same in groupby(submissions, key=lambda submission: submission.launcher):
         if launcher.dry_run:
@@ -55,18 +51,6 @@ def submit_all(submissions: Sequence[Submission], folder: Path | None = None) ->
             if entry := record_of(path):
                 entry[0].write(replace(entry[1], submitted=number))
             log.show(f"submitted job {number} of SLURM: {path}")
-
-
-def _remove_sweep(ledger: Ledger, new: list[Path]) -> None:
-    """Remove what this process has created, of `new`, for a sweep that was refused before its first job."""
-    folder = ledger.folder
-    if not ledger.is_new or any((folder / JOBS).glob("*.json")):
-        return
-    with contextlib.suppress(InputError, StorageError), contextlib.closing(Lock()) as lock:
-        lock.take(folder / ".lock")  # an InputError if another command already runs this sweep
-        for path in {folder / name for name in FILES}.intersection(new):
-            path.unlink(missing_ok=True)
-    remove_empty(new)
 
 
 class SweepCallbacks(Callback):
@@ -98,6 +82,9 @@ class SweepCallbacks(Callback):
                 by, line = started_by().label, f"{program_name()} -m ..."
                 with following() if follows() else leading():
                     raise InputError(f"{by} would run the whole sweep in each rank; type {line} instead")
+        from lockstep.records.ledger import JOBS  # imported late: most commands are one job
+        from lockstep.sweep.line import FILES, choose_folder, remove_refused
+
         folder = Path(config.hydra.sweep.dir).absolute()
         new = absent(*(folder / name for name in (*FILES, JOBS)))
         with program.bypass_hydra_errors():
@@ -105,7 +92,7 @@ class SweepCallbacks(Callback):
             with loading():
                 configure_native_threads()  # before the classes that say which score decides import torch
             ledger = choose_folder(config)
-        atexit.register(_remove_sweep, ledger, new)
+        atexit.register(remove_refused, ledger, new)
         with program.bypass_hydra_errors():
             check_names(ledger.folder, *CHECKED_PATTERNS)
 
@@ -115,6 +102,7 @@ class SweepCallbacks(Callback):
         folder = Path(config.hydra.sweep.dir)
         with program.bypass_hydra_errors():
             submit_all(self.submissions, folder)
+        from lockstep.records.ledger import Ledger
         from lockstep.report.listener import is_due
         from lockstep.report.sweep_page import write_sweep_report  # needs numpy, and --help must be fast
 

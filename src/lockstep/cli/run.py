@@ -19,7 +19,6 @@ from lockstep.core.terminal import forgive_output
 from lockstep.job.prepare import create_run, prepare
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.worker import start_job
-from lockstep.records.ledger import record_of, recorded
 from lockstep.training.resolved_job import load_job
 
 if TYPE_CHECKING:
@@ -40,7 +39,11 @@ def run_job(resume: Resume, lock: Lock) -> float | Submission | None:
         if isinstance(launcher, Slurm):
             return submission(resume, launcher, lock)
     run = partial(_run_agent, resume) if resume.has_several_machines else partial(_run_here, resume, lock)
-    entry = record_of(resume.folder) if resume.folder is not None and not resume.invocation.sweep else None
+    if resume.folder is None or resume.invocation.sweep:
+        return run()
+    from lockstep.records.ledger import record_of, recorded  # imported late: most jobs are no part of a sweep
+
+    entry = record_of(resume.folder)
     return run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,18 @@ from lockstep.config.hydra_policy import as_typed
 from lockstep.config.roles import role_of
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import Role, problems
+from lockstep.core.locks import Lock
 from lockstep.core.monitor import Monitor, monitor_of
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, State
-from lockstep.core.run_dir import LATEST, relative
-from lockstep.records.ledger import Identity, Ledger
+from lockstep.core.run_dir import LATEST, SWEEP, relative
+from lockstep.core.safe_write import remove_empty
+from lockstep.records.ledger import JOBS, Identity, Ledger
 from lockstep.records.record import OBJECTIVES, SCORE, Record, checked_direction
 
+FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 POOLS = ("pool", "ray")  # the launchers with a ledger
 GRIDS = ("basic", "grid")  # the sweepers that run all combinations
@@ -60,6 +64,18 @@ def choose_folder(config: DictConfig) -> Ledger:
         direction=monitor.direction,
     )
     return _choose(config, identity, words)
+
+
+def remove_refused(ledger: Ledger, new: list[Path]) -> None:
+    """Remove what this process has created, of `new`, for a sweep that was refused before its first job."""
+    folder = ledger.folder
+    if not ledger.is_new or any((folder / JOBS).glob("*.json")):
+        return
+    with suppress(InputError, StorageError), closing(Lock()) as lock:
+        lock.take(folder / ".lock")  # an InputError if another command already runs this sweep
+        for path in {folder / name for name in FILES}.intersection(new):
+            path.unlink(missing_ok=True)
+    remove_empty(new)
 
 
 def params_of(config: DictConfig) -> list[str]:

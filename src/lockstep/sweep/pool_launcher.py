@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.experimental.callback import Callback
-from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -46,24 +44,13 @@ if TYPE_CHECKING:
     from lockstep.sweep.search import Search
     from lockstep.sweep.view import SweepView
 
-# The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
-# which score is better: the sweeper says it for a search.
-POOL_CONFIG = {
-    "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
-    "jobs": None,
-    "gpus": 1,
-    "cores": 1,
-    "direction": "${oc.select:hydra.sweeper.direction,maximize}",
-}
-ConfigStore.instance().store(group="hydra/launcher", name="pool", node=POOL_CONFIG, provider="hydra", replace=True)
-
 
 class WrongJob(InputError):
     """A job of a sweep is wrong for the reason that is the cause of this error."""
 
 
-class PoolLauncher(Launcher, Callback):
-    """Hydra's interface to the pool, and the callback with the exit code of a sweep."""
+class PoolLauncher(Callback):
+    """What a launcher of Hydra does, by the pool, and the callback with the exit code of a sweep."""
 
     begun = "started"  # what the lines say of a job that the pool has begun
     search: Search | None = None  # set by a sweeper that searches, before it launches its first jobs

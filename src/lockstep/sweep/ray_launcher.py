@@ -18,9 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigStore
-
-from hydra_plugins.lockstep import pool
 from lockstep.core.errors import InputError, Stopped, check_installed, reason_of
 from lockstep.core.safe_write import append
 from lockstep.records.ledger import Ledger, output_of
@@ -28,19 +25,16 @@ from lockstep.records.record import Record
 from lockstep.runtime.host import VISIBLE
 from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.sweep.devices import Devices, Needs, Share
+from lockstep.sweep.pool_launcher import PoolLauncher
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, SweepJob
     from lockstep.sweep.view import SweepView
 
-# The keys of `hydra.launcher` besides the pool's: the cluster (null: Ray is started here, for this line alone), and
-# how many lost nodes a job survives.
-RAY_CONFIG = {**pool.POOL_CONFIG, "_target_": f"{__name__}.RayLauncher", "address": None, "retries": 3}
-ConfigStore.instance().store(group="hydra/launcher", name="ray", node=RAY_CONFIG, provider="hydra", replace=True)
 RAY_POLL_S, CONNECT_S = 0.1, 5.0
 
 
-class RayLauncher(pool.PoolLauncher):
+class RayLauncher(PoolLauncher):
     begun = "submitted"
 
     def __init__(self, address: str | None, retries: int, **settings: Any) -> None:

@@ -17,13 +17,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
-from hydra.core.plugins import Plugins
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.commands import jobs_of
@@ -44,40 +41,19 @@ if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-# The keys of `hydra.sweeper`. `storage` is any of Optuna's; null is a journal in the folder of the sweep. The name of
-# the study ends with a hash of what it belongs to.
-OPTUNA_CONFIG = {
-    "_target_": "hydra_plugins.lockstep.search.OptunaSweeper",
-    "sampler": "tpe",
-    "pruner": "none",
-    "seed": 0,
-    "direction": "maximize",
-    "n_trials": 20,
-    "n_jobs": 1,
-    "study_name": "sweep",
-    "storage": None,
-    "params": {},
-}
-GRID = {"_target_": "hydra_plugins.lockstep.search.GridSweeper", "params": {}}
-ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=GRID, provider="hydra", replace=True)
-ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=OPTUNA_CONFIG, provider="hydra", replace=True)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner"}
 
 
-class GridSweeper(Sweeper):
+class GridSweeper:
     """A job for each combination, with the words of the line in their order. `params` come first."""
-
-    loader: Any = None
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         """`params` are resolved here, and read from the config for the jobs."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.settings, self.loader = config, hydra_context.config_loader
-        self.launcher: Any = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+    def setup(self, launcher: Any, config: DictConfig, loader: ConfigLoader | None = None) -> None:
+        """Take the launcher, Hydra's config of the sweep, and what composes the configs of its jobs."""
+        self.launcher, self.settings, self.loader = launcher, config, loader
 
     def words(self, arguments: list[str]) -> list[str]:
         return [*params_of(self.settings), *arguments]
@@ -223,7 +199,7 @@ def distribution(word: Override) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value = word.value()
-    tags: set[str] = getattr(value, "tags", set())
+    tags = value.tags if isinstance(value, Sweep) else set[str]()
     try:
         if tags - ({"log"} if isinstance(value, IntervalSweep | RangeSweep) else set()):
             raise ValueError(f"tag {', '.join(sorted(tags))}: only log is known, for interval(...) and range(...)")
