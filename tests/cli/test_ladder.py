@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from helpers import ROOT, resolved, running_fork
-from lockstep.cli import ladder as module
-from lockstep.cli.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
-from lockstep.cli.ladder_table import row_of, show
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
+from lockstep.diagnostics import ladder as module
+from lockstep.diagnostics.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
+from lockstep.diagnostics.ladder_table import row_of, show
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.runtime.commands import running
 from lockstep.runtime.signals import StopNow

@@ -459,7 +459,7 @@ READS: dict[str, str] = {
 
 # Where keys are listed outside the schema, and why: none is about what makes another run, which roles say.
 LISTS_KEYS: dict[str, str] = {
-    "cli.ladder.OF_RUNGS": "what a rung sets itself",
+    "diagnostics.ladder.OF_RUNGS": "what a rung sets itself",
     "diagnostics.lr_find.OF_TEST": "what the test sets itself",
     "diagnostics.prove.OF_RUNS": "what the runs of the proof set themselves",
     "config.commands.STARTS": "keys with paths of runs, quoted for Hydra before any class of an option is imported",

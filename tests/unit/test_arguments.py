@@ -8,10 +8,10 @@ import pytest
 
 from lockstep.api import compose
 from lockstep.cli.arguments import ONE_PROCESS, arguments
-from lockstep.cli.ladder import OF_RUNGS
 from lockstep.config.commands import OF_RUN
 from lockstep.config.composition import without_keys
 from lockstep.core.errors import InputError
+from lockstep.diagnostics.ladder import OF_RUNGS
 from lockstep.diagnostics.lr_find import OF_TEST, lr_find
 from lockstep.diagnostics.prove import OF_RUNS
 from lockstep.job.resume import refuse_resume

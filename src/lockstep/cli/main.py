@@ -13,8 +13,8 @@ from lockstep.runtime import signals
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
 # The package of each. The command is the function of its name, in the module of its name.
 COMMANDS = {
-    **dict.fromkeys(("new", "ladder", "pack", "clean"), "cli"),
-    **dict.fromkeys(("prove", "doctor", "show", "lr-find"), "diagnostics"),
+    **dict.fromkeys(("new", "pack", "clean"), "cli"),
+    **dict.fromkeys(("prove", "ladder", "doctor", "show", "lr-find"), "diagnostics"),
     **dict.fromkeys(("evaluate", "predict", "export", "demo"), "inference"),
     **dict.fromkeys(("runs", "compare", "report", "watch"), "report"),
 }

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
 from lockstep.config import components
 from lockstep.config.commands import (
     RUN_FOLDERS,
@@ -41,6 +40,7 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
 from lockstep.core.table import show_rows
 from lockstep.core.tags import TOP1
+from lockstep.diagnostics.ladder_table import WIDEST, picture, row_of, show
 from lockstep.job.prepare import job_of
 from lockstep.job.resume import refuse_resume
 from lockstep.job.validate_with_data import check_plan
