@@ -157,3 +157,60 @@ def test_two_runs_with_the_same_values_are_one_setting(project: Path) -> None:
     done = forked("lockstep", "compare", "named", "typed", cwd=project)
     assert done.code == 0, done.err
     assert "nothing differs" in done.out, done.out
+
+
+SEARCH = {
+    "defaults": ["first", {"override /hydra/sweeper": "optuna"}],
+    "steps": 2,
+    "hydra": {"sweeper": {"n_trials": 2, "sampler": "random", "params": {"optimizer.lr": "interval(0.001, 0.1)"}}},
+}
+
+
+def test_a_search_in_a_file_of_the_project_runs_and_resumes(project: Path) -> None:
+    write(project / "mine" / "conf" / "experiment" / "search.yaml", SEARCH)
+    done = train(project, "-m", "experiment=search", "output_root=searched")
+    assert done.code == 0, done.err
+    assert done.out.count("started") == 2
+    again = train(project, "-m", "sweep.resume=latest", "output_root=searched")
+    assert (again.code, "2 of 2 jobs are done" in again.out, again.out.count("started")) == (0, True, 0), again.err
+    more = train(project, "-m", "sweep.resume=latest", "output_root=searched", "hydra.sweeper.n_trials=3")
+    assert (more.code, more.out.count("started")) == (0, 1), more.err
+    job = next((project / "searched" / "sweeps").glob("*/000-*"))
+    assert train(project, f"resume={job}", "steps=3").code == 0
+
+
+def test_a_search_of_words_resumes_without_them(project: Path) -> None:
+    words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optimizer.lr=interval(0.001,0.1)", "steps=2"]
+    assert train(project, "-m", "experiment=first", *words, "output_root=typed_search").code == 0
+    again = train(project, "-m", "sweep.resume=latest", "output_root=typed_search")
+    assert (again.code, "2 of 2 jobs are done" in again.out) == (0, True), again.err
+
+
+@pytest.mark.parametrize("where", ["--config-dir=sent", "hydra.searchpath=[sent]"])
+def test_a_search_in_a_file_of_somebody_else_is_refused(project: Path, where: str) -> None:
+    write(project / "sent" / "experiment" / "theirs.yaml", SEARCH)
+    done = train(project, "-m", where, "experiment=theirs")
+    assert (done.code, "hydra" in done.err) == (2, True), done.err
+    settings = {"hydra": {"sweeper": {"n_trials": 2}}}
+    write(project / "sent" / "experiment" / "set.yaml", settings)
+    done = train(project, "-m", where, "experiment=set", "hydra/sweeper=optuna", "seed=1,2")
+    assert (done.code, "hydra.sweeper.n_trials is 2 in a config file" in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("job", {"chdir": True}, "hydra.job.chdir is True in a config file"),
+        ("job", {"env_copy": ["HOME"]}, "hydra.job.env_copy copies environment variables"),
+        ("launcher", {"gpus": 2}, "hydra.launcher.gpus=2 has no effect"),
+        ("sweeper", {"direction": "minimize"}, "hydra.sweeper.direction=minimize, but the jobs are compared by"),
+    ],
+)
+def test_what_an_extensions_file_may_not_say_to_hydra(
+    project: Path, key: str, value: dict[str, object], sentence: str
+) -> None:
+    node = {key: value} | ({"launcher": {"jobs": 1}} if key != "launcher" else {})
+    file = write(project / "mine" / "conf" / "experiment" / "wrong.yaml", {"hydra": node})
+    done = train(project, "-m", "experiment=wrong", "seed=1,2", "hydra/sweeper=optuna")
+    file.unlink()
+    assert (done.code, sentence in done.err) == (2, True), done.err

@@ -39,7 +39,7 @@ from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import search
 from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.line import choose_folder, sweep_of_line
+from lockstep.sweep.line import choose_folder, sweep_of_line, words_of_sweep
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, SweepJob, memory_of_job, to_run
 from lockstep.sweep.view import JobProgress, SweepView
 
@@ -854,7 +854,7 @@ def line(root: Path, *words: str) -> DictConfig:
     """Hydra's config for the line of a sweep."""
     with initialize_config_dir(str(ROOT / "conf")):
         options = ["name=test", "hydra.mode=MULTIRUN", f"output_root={root}", *words]
-        return compose("config", overrides=options, return_hydra_config=True)
+        return compose("config", overrides=words_of_sweep(options), return_hydra_config=True)
 
 
 def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path: Path) -> None:

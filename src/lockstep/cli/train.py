@@ -39,6 +39,10 @@ def train_command(packages: Sequence[str] = ()) -> None:
         if not (command_line.answered(sys.argv) or composition.showed_help()):
             command_line.check_flags(sys.argv[1:])
             check_launched()
+            if any(word.startswith("sweep.resume=") for word in sys.argv):
+                from lockstep.sweep.line import words_of_sweep  # few lines name a sweep
+
+                sys.argv[1:] = words_of_sweep(sys.argv[1:])
             with own_hydra():
                 train()
 

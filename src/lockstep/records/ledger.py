@@ -48,6 +48,7 @@ class Identity:
     base: Mapping[str, Any] = field(default_factory=dict)  # what all jobs share, as composed without the swept keys
     swept: tuple[str, ...] = ()  # the keys that differ from job to job, sorted
     words: tuple[str, ...] = ()  # the command line of the newest call, without the program
+    of_hydra: tuple[str, ...] = ()  # the words of that line for Hydra's sweeper
     direction: Direction = Direction.maximize
     figure: str = SCORE  # the figure that the score is; `score` where nothing says it
     latest: str = ""  # the run that `latest` names to its jobs: the newest one when the sweep began
@@ -109,6 +110,7 @@ class Ledger:
                 base=dict(facts["base"]),
                 swept=tuple(map(str, facts["swept"])),
                 words=tuple(map(str, facts["words"])),
+                of_hydra=tuple(map(str, facts.get("of_hydra", ()))),  # an earlier version has none
                 direction=Direction(facts["direction"]),
                 figure=str(facts.get("figure", SCORE)),  # an earlier version names none
                 latest=str(facts.get("latest", "")),

@@ -56,7 +56,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
     ranked = sorted(records, key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
-    command = [*identity.words]
+    command = [*identity.of_hydra, *identity.words]
     if command[:1] != ["ladder"]:
         command = ["train", "-m", *command, f"hydra.sweep.dir={relative(ledger.folder)}"]
     return {

@@ -16,7 +16,7 @@ from lockstep.config.commands import STARTS, key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import as_typed
 from lockstep.config.roles import role_of
-from lockstep.config.schema import SweepBlock
+from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import Role, problems
@@ -33,6 +33,24 @@ FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first jo
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 POOLS = ("pool", "ray")  # the launchers with a ledger
 GRIDS = ("basic", "grid")  # the sweepers that run all combinations
+
+
+def words_of_sweep(words: Sequence[str]) -> list[str]:
+    """The words of a line, behind the words of the sweep that its `sweep.resume` names, if none changes its jobs.
+
+    They come before Hydra composes, because they choose its sweeper.
+    """
+    typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word and not word.startswith("-")}
+    named, root = typed.get("sweep.resume", "auto"), typed.get("output_root", Job().output_root)
+    if named in ("auto", "new") or any(role_of(key).makes_another_run for key in typed):
+        return [*words]
+    try:
+        stored = _resumed(Path(root).expanduser(), named).identity()
+    except InputError:  # `choose_folder` says it, with the config
+        return [*words]
+    before = [word for word in (*stored.of_hydra, *stored.words) if key_of(word) not in typed]
+    first = next(place for place, word in enumerate(words) if key_of(word) in typed)
+    return [*words[:first], *before, *words[first:]]
 
 
 def choose_folder(config: DictConfig) -> Ledger:
@@ -60,6 +78,7 @@ def choose_folder(config: DictConfig) -> Ledger:
         base=_base(config),
         swept=_swept([*params_of(config), *typed], of_hydra),
         words=tuple(words),
+        of_hydra=tuple(word for word in of_hydra if re.match(r"\+*hydra[./]sweeper\b", word)),
         figure=monitor.name,
         direction=monitor.direction,
     )
@@ -90,7 +109,11 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
     useless = {"hydra.launcher.gpus": share, "hydra.launcher.cores": share}
     useless["hydra.sweep.subdir"] = f"hydra/launcher={launcher} names the folders of the jobs"
     direction = _monitor(config).direction
-    for word in config.hydra.overrides.hydra:
+    # A file of an extension sets them without a word; 1 and `maximize` are the defaults.
+    values = {"hydra.launcher.gpus": 1, "hydra.launcher.cores": 1, "hydra.sweeper.direction": "maximize"}
+    composed = {key: OmegaConf.select(config, key) for key in values} if launcher in POOLS else {}
+    of_files = [f"{key}={value}" for key, value in composed.items() if value not in (None, values[key])]
+    for word in [*config.hydra.overrides.hydra, *of_files]:
         key, value = key_of(word), word.partition("=")[2]
         if launcher in POOLS and (reason := useless.get(key)):
             raise InputError(f"{word} has no effect: {reason}; remove it")
@@ -165,12 +188,11 @@ def _choose(config: DictConfig, identity: Identity, words: list[str]) -> Ledger:
             raise InputError(
                 f"sweep.resume=new, but {ledger.folder} has a sweep; name another folder with hydra.sweep.dir=FOLDER"
             )
-        if not any(role_of(key_of(word)).makes_another_run for word in words):
-            identity, words = stored, [*dict.fromkeys([*stored.words, *words])]
-        elif difference := stored.difference(identity):
+        if difference := stored.difference(identity):
+            command = shell_command([*stored.of_hydra, *stored.words])
             raise InputError(
-                f"{ledger.folder} has another sweep: {difference}; type its line ({shell_command(stored.words)}), or "
-                "start anew with sweep.resume=new"
+                f"{ledger.folder} has another sweep: {difference}; type its line ({command}), or start anew with "
+                "sweep.resume=new"
             )
         _say_what_goes_on(ledger)
     else:
