@@ -12,15 +12,11 @@ keys of the job have their meanings in conf/config.yaml, and recipes have theirs
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import enum
-import functools
 import inspect
 import itertools
-import json
 import re
-import sys
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,15 +27,15 @@ from typing import Any
 import yaml
 
 from lockstep.config import components
+from lockstep.config.meanings import as_yaml, config_text, meaning_of, meanings_of
 from lockstep.config.options import PRESETS, classes_of, default_node
 from lockstep.config.roles import role_of
 from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.fields import Number, Role, Rule, rule_of
 
 ROOT = Path(__file__).parents[1]
-COLUMNS, HELP_COLUMNS = 118, 100
-COMMENT_COLUMN = 23  # of the comment after a key and its value
-WRITTEN = "written by docs/reference.py from this class"
+HELP_COLUMNS = 100
+WRITTEN = "  # written by docs/reference.py from this class"
 # How a comment names a document, and how docs/configuration.md links to it.
 DOCUMENT, LINK = r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)"
 
@@ -105,7 +101,7 @@ def generated(root: Path) -> dict[Path, str]:
 def read_options(group: str, default: str | list[str]) -> list[Option]:
     """Our options of a group: the default first, the others in alphabetical order."""
     options = [
-        read_option(group, name, cls, default_node(group, cls), meaning_of(cls))
+        read_option(group, name, cls, default_node(group, cls), meaning_of_option(cls))
         for name, cls in classes(group).items()
     ]
     for (of, name), (component, meaning) in PRESETS.items():
@@ -121,89 +117,29 @@ def classes(group: str) -> dict[str, type[Any]]:
 
 def read_option(group: str, name: str, cls: type[Any], node: Mapping[str, Any], meaning: str) -> Option:
     """The option of a class with the values of its config. Keys of the class come before keys of its base classes."""
-    prefix, comments = f"{group}.{name}." if group in MANY else f"{group}.", {}
-    bases = [base for base in cls.__mro__ if "__dataclass_fields__" in vars(base)]
-    for base in reversed(bases):
-        comments.update(comments_of(base))
-    last = {name: place for place, base in enumerate(bases) for name in vars(base)["__dataclass_fields__"]}
-    keys = []
-    for field in sorted((key.name for key in dataclasses.fields(cls)), key=last.__getitem__):
-        if field not in comments:
+    prefix, keys = f"{group}.{name}." if group in MANY else f"{group}.", []
+    for field, comment in meanings_of(cls).items():
+        if not comment:
             raise SystemExit(f"{place_of(cls)}.{field} has no comment that says what it is")
         key, default = f"{prefix}{field}", as_yaml(node[field])
-        keys.append(Key(key, type_of(cls, field), default, role_text(key), comments[field]))
+        keys.append(Key(key, type_of(cls, field), default, role_text(key), comment))
     return Option(name, meaning, tuple(keys), node)
 
 
-def meaning_of(cls: type[Any]) -> str:
-    """The first paragraph of a class's docstring."""
-    _, definitions = parsed(cls.__module__)
-    docstring = ast.get_docstring(definitions[cls.__name__])
-    if not docstring:
+def meaning_of_option(cls: type[Any]) -> str:
+    if not (meaning := meaning_of(cls)):
         raise SystemExit(f"{place_of(cls)} has no docstring that says what the option is")
-    return " ".join(docstring.partition("\n\n")[0].split())
-
-
-def comments_of(cls: type[Any]) -> dict[str, str]:
-    """The comments at the fields of a class, above them or after them on their lines."""
-    lines, definitions = parsed(cls.__module__)
-    comments = {}
-    for field in definitions[cls.__name__].body:
-        if isinstance(field, ast.AnnAssign) and field.end_lineno is not None:
-            above = [*itertools.takewhile(lambda line: re.match(" +# ", line), reversed(lines[: field.lineno - 1]))]
-            words = [*reversed(above), lines[field.end_lineno - 1][field.end_col_offset :]]
-            if comment := " ".join(line.strip().removeprefix("# ") for line in words if line.strip()):
-                comments[ast.unparse(field.target)] = comment
-    return comments
-
-
-@functools.cache
-def parsed(module: str) -> tuple[list[str], dict[str, ast.ClassDef]]:
-    """The lines of a module, and its classes."""
-    text = inspect.getsource(sys.modules[module])
-    return text.splitlines(), {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    return meaning
 
 
 def place_of(cls: type[Any]) -> str:
     return f"{inspect.getsourcefile(cls)}: {cls.__name__}"
 
 
-def as_yaml(value: Any) -> str:
-    """A value in one line of YAML."""
-    if isinstance(value, list | dict):
-        return json.dumps(value)
-    return yaml.safe_dump(value, width=1000).removesuffix("...\n").strip()
-
-
 def yaml_of(group: str, option: Option) -> str:
     """The text of `conf/GROUP/NAME.yaml`."""
-    lines = [*wrapped(option.meaning)]
-    indent = "  " * (group in MANY)
-    if indent:
-        lines.append(f"{option.name}:")
-    if "defaults" in option.node:
-        lines += [
-            "defaults:",
-            *(f"  - {key}: {name}" for item in option.node["defaults"] for key, name in item.items()),
-        ]
-    lines.append(f"{indent}_target_: {option.node['_target_']}  # {WRITTEN}")
-    for key in option.keys:
-        line = f"{key.name.rpartition('.')[2]}: {key.default}"
-        in_one = f"{indent}{line:<{COMMENT_COLUMN}}  # {key.meaning}"
-        lines += [in_one] if len(in_one) <= COLUMNS else [*wrapped(key.meaning, indent), f"{indent}{line}"]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def wrapped(comment: str, indent: str = "") -> list[str]:
-    begin = f"{indent}# "
-    return textwrap.wrap(
-        comment,
-        COLUMNS,
-        initial_indent=begin,
-        subsequent_indent=begin,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    keys = {key.name.rpartition(".")[2]: key.meaning for key in option.keys}
+    return config_text(group, option.name, option.meaning, option.node, keys, WRITTEN)
 
 
 def read_recipe(path: Path) -> Option:

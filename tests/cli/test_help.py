@@ -50,7 +50,8 @@ def test_the_help_of_options_is_their_keys() -> None:
         line.partition("  ")[0] for line in done.out.splitlines()
     }
     assert "_target_" not in done.out
-    assert "Groups, GROUP=OPTION" in command(sys.executable, "train.py", "model=resnet18", "--help").out, "of timm"
+    assert "drop_rate: 0.0" in command(sys.executable, "train.py", "model=resnet18", "--help").out, "of timm"
+    assert "Groups, GROUP=OPTION" in command(sys.executable, "train.py", "model=resnt18", "--help").out
 
 
 def test_the_command_alone_shows_its_help_and_its_version() -> None:

@@ -34,13 +34,13 @@ def write(file: Path, values: object) -> Path:
     return file
 
 
-def install(project: Path, site: Path) -> None:
+def install(project: Path, site: Path, name: str = "mine") -> None:
     """Install the package as pip does it: on the path, with its entry point in the metadata beside it."""
-    metadata = site / "mine-0.1.0.dist-info"
+    metadata = site / f"{name}-0.1.0.dist-info"
     metadata.mkdir(parents=True)
-    (site / "mine").symlink_to(project / "mine")
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text("[lockstep.extensions]\nmine = mine\n")
+    (site / name).symlink_to(project / name)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[lockstep.extensions]\n{name} = {name}\n")
 
 
 def train(project: Path, *words: str) -> Done:

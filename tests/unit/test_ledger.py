@@ -32,14 +32,14 @@ from lockstep.core.errors import InputError, Interrupted, NumericalError, Stoppe
 from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
-from lockstep.records.ledger import Identity, Ledger, record_of, recorded
+from lockstep.records.ledger import Identity, Ledger, record_of, recorded, words_of_sweep
 from lockstep.records.record import Record, checked_direction
 from lockstep.records.runs import JobRun, read_jobs
 from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import search
 from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.line import choose_folder, sweep_of_line, words_of_sweep
+from lockstep.sweep.line import choose_folder, sweep_of_line
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, SweepJob, memory_of_job, to_run
 from lockstep.sweep.view import JobProgress, SweepView
 

@@ -40,7 +40,7 @@ class NamedOptions(ConfigSource):
         if group not in GROUPS or results_filter == ObjectType.GROUP:
             return []
         models = (*models_of(TIMM), *(f"{TORCHVISION}.{name}" for name in models_of(TORCHVISION)))
-        return [*_declared(group), *(models if group == "model" else ())]
+        return [*extensions.declared(group), *(models if group == "model" else ())]
 
     def load_config(self, config_path: str) -> ConfigResult:
         if (node := _node(config_path)) is None:
@@ -51,17 +51,10 @@ class NamedOptions(ConfigSource):
         )
 
 
-def _declared(group: str) -> dict[str, type[Any]]:
-    """The classes that extensions declare for a group, by the names of their options."""
-    for extension in extensions.active():
-        extension.load()
-    return options.declared(group) if extensions.active() else {}
-
-
 def _node(config_path: str) -> dict[str, Any] | None:
     """The config of an option: for a model of a library, `conf/model/LIBRARY.yaml` with its name."""
     group, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
-    if group in GROUPS and (cls := _declared(group).get(name)) is not None:
+    if group in GROUPS and (cls := extensions.declared(group).get(name)) is not None:
         default = options.default_node(group, cls)
         return {name: default} if group in MANY else default
     library, model = (model_of(name) if group == "model" else None) or ("", "")

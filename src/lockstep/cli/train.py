@@ -15,13 +15,12 @@ from omegaconf import DictConfig
 
 from lockstep.config import command_line, composition, extensions
 from lockstep.config.commands import started_as
-from lockstep.config.composition import Invocation
 from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.launch_env import adopt_srun, check_launched, follows, is_launched, without_local_rank
 from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
-from lockstep.job.resume import decide_resume
+from lockstep.job.resume import decide_resume, with_words_of_sweep
 from lockstep.runtime import program
 from lockstep.telemetry.progress import loading
 
@@ -35,14 +34,10 @@ def train_command(packages: Sequence[str] = ()) -> None:
     with program.command_line():
         adopt_srun()
         extensions.use(packages)
-        sys.argv[1:] = composition.typed_words(sys.argv[1:])
-        if not (command_line.answered(sys.argv) or composition.showed_help()):
+        sys.argv[1:] = with_words_of_sweep(composition.typed_words(sys.argv[1:]))
+        if not command_line.answered(sys.argv):
             command_line.check_flags(sys.argv[1:])
             check_launched()
-            if any(word.startswith("sweep.resume=") for word in sys.argv):
-                from lockstep.sweep.line import words_of_sweep  # few lines name a sweep
-
-                sys.argv[1:] = words_of_sweep(sys.argv[1:])
             with own_hydra():
                 train()
 
@@ -53,7 +48,7 @@ class Training:
     def __call__(self, composed: DictConfig) -> Any:
         """Train one job; returns its objective to Hydra's sweeper, or its submission to SLURM to SweepCallbacks."""
         with program.bypass_hydra_errors(), closing(Lock()) as lock:
-            invocation, values = Invocation.current(), composition.to_dict(composed)
+            invocation, values = composition.Invocation.current(), composition.to_dict(composed)
             # Launched ranks meet first: only their main decides, and an earlier attempt of it may have a folder.
             resume = None if is_launched() else decide_resume(values, invocation)
             if resume is None or resume.has_several_machines:

@@ -100,7 +100,12 @@ def shell_asking(words: Sequence[str]) -> str:
 
 
 def answered(words: Sequence[str]) -> bool:
-    """Print the completions of a shell's line if they are ours; else Hydra prints its own."""
+    """Print what a line asks for in the place of a run: the help, or completions that Hydra does not have."""
+    if not {"-h", "--help"}.isdisjoint(words):
+        from lockstep.config import help_page  # few lines ask for it
+
+        help_page.show_help(words)
+        return True
     shell, word = shell_asking(words), os.environ.get("COMP_LINE", "").rpartition(" ")[2]
     key, _, name = word.partition("=")
     is_ours = shell and key_of(word) == "model" and name.count(".") > name.startswith(f"{TORCHVISION}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,7 +24,6 @@ from lockstep.config.commands import (
     check_word,
     key_of,
     override,
-    program_name,
     program_words,
     quoted_path,
     shell_command,
@@ -36,7 +33,6 @@ from lockstep.config.schema import CONF, GROUPS, Job
 from lockstep.core import log
 from lockstep.core.errors import UNEXPECTED, InputError
 from lockstep.core.fields import leaves
-from lockstep.core.terminal import fill
 
 # The keys of a job that are no groups.
 VALUE_KEYS = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
@@ -135,24 +131,6 @@ def check_hydra_overrides(overrides: Iterable[object], *, sweep: bool) -> None:
         elif not key.startswith(f"hydra.{ignored}."):
             continue
         raise InputError(f"{text} has no effect {'with' if sweep else 'without'} -m; {remedy}")
-
-
-def showed_help() -> bool:
-    """Show the help if it is asked for, of options (`optimizer=sgd --help`) or of everything; Hydra's takes 0.3 s."""
-    wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
-    words = (word.partition("=")[::2] for word in sys.argv[1:] if wants_help)
-    files = [(group, CONF / group / f"{option}.yaml") for group, option in words if group in GROUPS]
-    if options := [(group, file) for group, file in files if file.is_file()]:
-        for group, file in options:
-            keys = [line for line in file.read_text().splitlines() if "_target_: " not in line]
-            sys.stdout.write("\n".join([f"{group}={file.stem}, its keys as {group}.KEY=VALUE:", *keys, "", ""]))
-        sys.stdout.write(f"`{program_name()} --help` shows all options and keys.\n")
-    elif wants_help:
-        text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]
-        columns = shutil.get_terminal_size((100, 40)).columns
-        lines = text.replace("python train.py", program_name()).splitlines()
-        sys.stdout.write("".join(f"{fill(line, columns, 14)}\n" for line in lines))
-    return wants_help
 
 
 def of_sweep(composed: DictConfig) -> dict[str, Any]:

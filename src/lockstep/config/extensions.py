@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
+import tomllib
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +25,10 @@ from lockstep.config.schema import GLOBAL, GROUPS, RECIPES
 from lockstep.core.errors import InputError
 from lockstep.core.native_threads import configure_native_threads, is_own_process
 
+_NAME = r"""["']([\w.]+)["']"""
+_DECLARED = re.compile(
+    rf"^@(?:\w+\.)?option\(\s*{_NAME}(?:,\s*(?:name=)?{_NAME})?,?\s*\)\s*\n(?:@.*\n)*class (\w+)", re.MULTILINE
+)
 ENTRY_POINTS = "lockstep.extensions"
 # The variable that tells the ranks which extensions the program named, and in which folders they are.
 VARIABLE = "LOCKSTEP_EXTENSIONS"
@@ -67,6 +73,14 @@ class Extension:
         own_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(self.folder)]
         return f"{own_frames[-1].filename}:{own_frames[-1].lineno}" if own_frames else str(self.folder)
 
+    def option_names(self) -> list[tuple[str, str]]:
+        """The group and the name of each option, read from the files, as importing the package takes seconds."""
+        sources = (file.read_text() for file in sorted(self.folder.rglob("*.py")))
+        declared = [match for text in sources for match in _DECLARED.findall(text)]
+        classes = [(group, name or options.name_from(cls)) for group, name, cls in declared if group in GROUPS]
+        in_files = [(group, name) for group, _, name in (option.partition("=") for option, _ in _configs(self))]
+        return [*dict.fromkeys([*classes, *in_files])]
+
 
 def use(packages: Sequence[str]) -> None:
     """Register packages as extensions of this program and of the ranks that it starts."""
@@ -86,14 +100,24 @@ def _of_program() -> list[str]:
 
 @functools.cache
 def active() -> tuple[Extension, ...]:
-    """All extensions. Raises InputError if one is not found, or has a config in no group or with a taken name."""
+    """All extensions. Raises InputError if one is not found, or has a config in no group or with a taken name.
+
+    An installed one that shares a name with an extension of the program is left out: in an environment with several
+    projects, each project's `train.py` has its own `experiment=first`.
+    """
     named = [_locate(package, "named by the program") for package in _of_program()]
-    extensions = {extension.package: extension for extension in (*named, *_installed())}
+    installed = _installed()
+    taken = {option for extension in named for option in extension.option_names() if installed}
+    others = [other for other in installed if not taken or taken.isdisjoint(other.option_names())]
+    extensions = {extension.package: extension for extension in (*others, *named)}
     owner: dict[str, Extension] = {}
     for extension in extensions.values():
         for option, file in _configs(extension):
             if option in owner:
-                raise InputError(f"{file}: {option} is an option of {owner[option].package} too; rename one of them")
+                raise InputError(
+                    f"{file}: {option} is an option of {owner[option].package} too; rename one of them, or use the "
+                    "train.py of one project, whose own options win"
+                )
             owner[option] = extension
     return tuple(extensions.values())
 
@@ -109,6 +133,33 @@ def import_extension(module: str) -> bool:
             extension.load(module)
             return True
     return False
+
+
+def not_installed() -> str:
+    """A sentence about the project of the current folder, if it is no extension of this command; empty without one.
+
+    Nobody may name code by a file of the current folder: it can be somebody else's.
+    """
+    try:
+        entries = tomllib.loads(Path("pyproject.toml").read_text())["project"]["entry-points"][ENTRY_POINTS]
+        packages = {*map(str, entries.values())} - {extension.package for extension in active()}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return ""
+    named = ", ".join(sorted(packages))
+    way = "use python train.py, or pip install -e ."
+    return f" The package {named} of this folder is not installed: {way}" if packages else ""
+
+
+def declared(group: str) -> dict[str, type[Any]]:
+    """The classes of a group by the names of their options, after all extensions have declared theirs."""
+    for extension in active():
+        extension.load()
+    return options.declared(group) if active() else {}
+
+
+def files(option: str) -> list[Path]:
+    """The config file of an option `GROUP=NAME` of an extension; empty if none has it."""
+    return [file for extension in active() for name, file in _configs(extension) if name == option]
 
 
 def own_groups() -> dict[str, list[str]]:

@@ -148,7 +148,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
         or listing
         or f" `{program_name()} --help` shows the groups."
     )
-    return f"{group}={name}: there is no {group} of that name.{suggestion}"
+    return f"{group}={name}: there is no {group} of that name.{suggestion}{extensions.not_installed()}"
 
 
 # OmegaConf's messages, and our sentences for them: what was found, what was expected, an override that fits.

@@ -1,5 +1,6 @@
 """The options of the groups: our own, models of timm and torchvision, and classes that declare themselves."""
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -8,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform
 
@@ -45,9 +46,11 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     """
 
     def declare(cls: type[T]) -> type[T]:
+        if "__dataclass_fields__" not in vars(cls):
+            _give_each_its_own(cls)
         frozen = group != "callback"  # a callback counts and collects; each run has its own copy
         option = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=frozen, kw_only=True)(cls)
-        option_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        option_name = name or name_from(cls.__name__)
         if not _is_ours(cls):  # tests check ours
             _check(option, group, option_name)
             _complete(option, group)
@@ -55,6 +58,19 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
         return option
 
     return declare
+
+
+def _give_each_its_own(cls: type[Any]) -> None:
+    """Let a list or a dictionary be the default of a field, which a dataclass refuses: each object gets a copy."""
+    for name, hint in vars(cls).get("__annotations__", {}).items():
+        default = vars(cls).get(name)
+        if isinstance(default, list | dict) and "ClassVar" not in str(hint):
+            setattr(cls, name, field(default_factory=functools.partial(copy.deepcopy, default)))
+
+
+def name_from(class_name: str) -> str:
+    """The usual name of an option: the name of its class in snake case."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
 
 
 @functools.cache

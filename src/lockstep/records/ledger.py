@@ -23,7 +23,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.roles import identity_of
+from lockstep.config.commands import key_of
+from lockstep.config.roles import identity_of, role_of
+from lockstep.config.schema import Job
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped, StorageError, as_known
 from lockstep.core.monitor import Direction, Monitor
@@ -39,6 +41,7 @@ from lockstep.runtime.signals import StopNow
 VERSION = 1
 JOBS, BEST_FILE = "jobs", "best"
 DIFFERENCES_SHOWN = 3
+SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,3 +267,37 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
         raise (translated or error) from None
     ledger.end(record, State.done, objective=objective)
     return objective
+
+
+def words_of_sweep(words: Sequence[str]) -> list[str]:
+    """The words of a line, behind the words of the sweep that its `sweep.resume` names, if none changes its jobs.
+
+    They come before Hydra composes, because they choose its sweeper.
+    """
+    typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word and not word.startswith("-")}
+    named, root = typed.get("sweep.resume", "auto"), typed.get("output_root", Job().output_root)
+    if named in ("auto", "new") or any(role_of(key).makes_another_run for key in typed):
+        return [*words]
+    try:
+        stored = resumed_sweep(Path(root).expanduser(), named).identity()
+    except InputError:  # `choose_folder` says it, with the config
+        return [*words]
+    before = [word for word in (*stored.of_hydra, *stored.words) if key_of(word) not in typed]
+    first = next(place for place, word in enumerate(words) if key_of(word) in typed)
+    return [*words[:first], *before, *words[first:]]
+
+
+def resumed_sweep(root: Path, named: str) -> Ledger:
+    """The sweep that `sweep.resume` names. Raises InputError if there is none."""
+    if named == "latest":
+        newest = max((root / SWEEPS).glob("*/sweep.json"), default=None)
+        if newest is None:
+            raise InputError(f"sweep.resume=latest: no sweep has been started in {root / SWEEPS} yet")
+        return Ledger(newest.parent.absolute())
+    ledger = Ledger(Path(named).expanduser().absolute())
+    if not ledger.exists:
+        raise InputError(
+            f"sweep.resume: {named} is not a sweep's folder; name one with sweep.resume=FOLDER, or the newest with "
+            "sweep.resume=latest"
+        )
+    return ledger

@@ -16,7 +16,7 @@ from lockstep.config.commands import STARTS, key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import as_typed
 from lockstep.config.roles import role_of
-from lockstep.config.schema import Job, SweepBlock
+from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import Role, problems
@@ -26,31 +26,12 @@ from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import LATEST, SWEEP, relative
 from lockstep.core.safe_write import remove_empty
-from lockstep.records.ledger import JOBS, Identity, Ledger
+from lockstep.records.ledger import JOBS, SWEEPS, Identity, Ledger, resumed_sweep
 from lockstep.records.record import OBJECTIVES, SCORE, Record, checked_direction
 
 FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
-SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 POOLS = ("pool", "ray")  # the launchers with a ledger
 GRIDS = ("basic", "grid")  # the sweepers that run all combinations
-
-
-def words_of_sweep(words: Sequence[str]) -> list[str]:
-    """The words of a line, behind the words of the sweep that its `sweep.resume` names, if none changes its jobs.
-
-    They come before Hydra composes, because they choose its sweeper.
-    """
-    typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word and not word.startswith("-")}
-    named, root = typed.get("sweep.resume", "auto"), typed.get("output_root", Job().output_root)
-    if named in ("auto", "new") or any(role_of(key).makes_another_run for key in typed):
-        return [*words]
-    try:
-        stored = _resumed(Path(root).expanduser(), named).identity()
-    except InputError:  # `choose_folder` says it, with the config
-        return [*words]
-    before = [word for word in (*stored.of_hydra, *stored.words) if key_of(word) not in typed]
-    first = next(place for place, word in enumerate(words) if key_of(word) in typed)
-    return [*words[:first], *before, *words[first:]]
 
 
 def choose_folder(config: DictConfig) -> Ledger:
@@ -179,7 +160,7 @@ def _choose(config: DictConfig, identity: Identity, words: list[str]) -> Ledger:
         if block.resume == "auto" and not named:
             ledger = sweep_of_line(Path(config.output_root), identity) or ledger
     else:
-        ledger = _resumed(Path(config.output_root), str(block.resume))
+        ledger = resumed_sweep(Path(config.output_root), str(block.resume))
         if named:
             raise InputError("sweep.resume names a sweep, and hydra.sweep.dir a folder; remove one of them")
     if ledger.exists:
@@ -259,21 +240,6 @@ def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:
         except InputError as error:
             log.show_warning(f"this sweep is not resumed: {str(error).rpartition(';')[0]}")
     return None
-
-
-def _resumed(root: Path, named: str) -> Ledger:
-    if named == "latest":
-        newest = max((root / SWEEPS).glob("*/sweep.json"), default=None)
-        if newest is None:
-            raise InputError(f"sweep.resume=latest: no sweep has been started in {root / SWEEPS} yet")
-        return Ledger(newest.parent.absolute())
-    ledger = Ledger(Path(named).expanduser().absolute())
-    if not ledger.exists:
-        raise InputError(
-            f"sweep.resume: {named} is not a sweep's folder; name one with sweep.resume=FOLDER, or the newest with "
-            "sweep.resume=latest"
-        )
-    return ledger
 
 
 def _say_what_goes_on(ledger: Ledger) -> None:
