@@ -18,19 +18,19 @@ from hydra.plugins.sweeper import Sweeper
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
 # which score is better: the sweeper says it for a search.
 POOL_CONFIG = {
-    "_target_": f"{__name__}.Pool",
+    "_target_": f"{__name__}.PoolPlugin",
     "jobs": None,
     "gpus": 1,
     "cores": 1,
     "direction": "${oc.select:hydra.sweeper.direction,maximize}",
 }
 # Besides these, the cluster (null: Ray is started here, for this line alone), and how many lost nodes a job survives.
-RAY_CONFIG = {**POOL_CONFIG, "_target_": f"{__name__}.Ray", "address": None, "retries": 3}
-GRID_CONFIG = {"_target_": f"{__name__}.Grid", "params": {}}
+RAY_CONFIG = {**POOL_CONFIG, "_target_": f"{__name__}.RayPlugin", "address": None, "retries": 3}
+GRID_CONFIG = {"_target_": f"{__name__}.GridPlugin", "params": {}}
 # The keys of `hydra.sweeper`. `storage` is any of Optuna's; null is a journal in the folder of the sweep. The name of
 # the study ends with a hash of what it belongs to.
 OPTUNA_CONFIG = {
-    "_target_": f"{__name__}.Optuna",
+    "_target_": f"{__name__}.OptunaPlugin",
     "sampler": "tpe",
     "pruner": "none",
     "seed": 0,
@@ -48,7 +48,7 @@ for group, configs in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS
         ConfigStore.instance().store(group=group, name=name, node=node, provider="hydra", replace=True)
 
 
-class Pool(Launcher):
+class PoolPlugin(Launcher):
     def __init__(self, **settings: Any) -> None:
         from lockstep.sweep.pool_launcher import PoolLauncher
 
@@ -61,14 +61,14 @@ class Pool(Launcher):
         return self.launcher.launch(job_overrides, initial_job_idx)
 
 
-class Ray(Pool):
+class RayPlugin(PoolPlugin):
     def __init__(self, **settings: Any) -> None:
         from lockstep.sweep.ray_launcher import RayLauncher
 
         self.launcher = RayLauncher(**settings)
 
 
-class Grid(Sweeper):
+class GridPlugin(Sweeper):
     def __init__(self, **settings: Any) -> None:
         from lockstep.sweep.sweepers import GridSweeper
 
@@ -76,14 +76,14 @@ class Grid(Sweeper):
 
     def setup(self, **context: Any) -> None:
         launcher = Plugins.instance().instantiate_launcher(**context)
-        ours = launcher.launcher if isinstance(launcher, Pool) else launcher
+        ours = launcher.launcher if isinstance(launcher, PoolPlugin) else launcher
         self.sweeper.setup(ours, context["config"], context["hydra_context"].config_loader)
 
     def sweep(self, arguments: list[str]) -> None:
         self.sweeper.sweep(arguments)
 
 
-class Optuna(Grid):
+class OptunaPlugin(GridPlugin):
     def __init__(self, **settings: Any) -> None:
         from lockstep.sweep.sweepers import OptunaSweeper
 
