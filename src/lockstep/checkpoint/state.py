@@ -4,6 +4,7 @@ Numbers would not do, because a resumed run may group the parameters differently
 expected one, because a fused kernel would read beyond the end of a smaller tensor.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -89,6 +90,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
     every_name = _names(optimizer, model)
     optimizer = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
     names = _names(optimizer, model)
+    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        # One that cannot step without a closure, such as LBFGS: what its state has depends on the gradients so far.
+        by_number = {names.index(name): entries for name, entries in saved["state"].items()}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": by_number})
+        return
     examples, counters = _expected_state(optimizer)
     elsewhere = set(every_name) - set(names)  # parameters that other ranks update and keep the state of
     saved_here = {name: entries for name, entries in saved["state"].items() if name not in elsewhere}

@@ -312,6 +312,8 @@ class Optimizer(Component, Protocol):
 
     recordable: ClassVar[bool] = False
     """Whether a CUDA graph can record its step: it takes tensors for learning rates, and its state begins at zero."""
+    needs_closure: ClassVar[bool] = False
+    """Whether its step takes a closure that computes the loss and its gradient again, as torch's LBFGS does."""
     scope: ClassVar[UpdateScope] = UpdateScope.model
     """What the update of a number depends on, which decides how its state can be cut."""
     weight_decay: float = 0.0

@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError, check_installed, collecting, reason
 from lockstep.core.fields import as_pixels
 from lockstep.core.figures import check_figures, figures_of
 from lockstep.core.launch_env import is_launched, local_size
-from lockstep.core.model import forward_on_meta
+from lockstep.core.model import UpdateScope, forward_on_meta
 from lockstep.core.model_card import CLASSES
 from lockstep.core.observer import Callback, Logger
 from lockstep.core.protocols import Loss, Metric
@@ -122,10 +122,15 @@ def check_task(job: ResolvedJob) -> None:
         )
 
 
-def check_recorded(cuda_graph: bool, callbacks: Mapping[str, Callback]) -> None:
-    """Reject callbacks that act between the parts of a step, if it is recorded as one CUDA graph."""
+def check_whole_steps(job: ResolvedJob, callbacks: Mapping[str, Callback]) -> None:
+    """Reject callbacks that act between the parts of a step, if it is recorded, or the optimizer calls its parts."""
     changing = [name for name, own in callbacks.items() if type(own).after_backward is not Callback.after_backward]
-    if cuda_graph and changing:
+    if changing and job.optimizer.needs_closure:
+        raise InputError(
+            f"{several_gradients(job)}, of which after_backward of the callbacks {', '.join(changing)} would see the "
+            "first alone; remove them, or use optimizer=sgd"
+        )
+    if changing and job.train.cuda_graph:
         raise InputError(
             f"train.cuda_graph is true, but no replay calls after_backward of the callbacks {', '.join(changing)}; "
             "use train.cuda_graph=false, or remove them"
@@ -146,7 +151,7 @@ def named_objects(job: ResolvedJob, callbacks: Sequence[Callback]) -> dict[str, 
             )
         others = sum(type(other).__name__ == name for other in named.values())
         named[name if not others else f"{name}{others + 1}"] = callback
-    check_recorded(job.train.cuda_graph, named)
+    check_whole_steps(job, named)
     check_figures([("callback", own.figures) for own in (*job.callback.values(), *named.values())])
     return named
 
@@ -177,7 +182,8 @@ def check_job(job: ResolvedJob) -> None:
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
         lambda: _check_graph(job),
-        lambda: check_recorded(job.train.cuda_graph, job.callback),
+        lambda: check_whole_steps(job, job.callback),
+        lambda: _check_closure(job),
         lambda: _check_recompute(job),
         lambda: _check_train_size(job),
     ]
@@ -264,6 +270,26 @@ def _check_graph(job: ResolvedJob) -> None:
         f"model.compile_mode={mode} records its own graphs; use model.compile_mode=default": mode != "default",
     }
     problems = [f"train.cuda_graph is true, but {reason}" for reason, applies in obstacles.items() if applies]
+    if problems:
+        raise InputError(*problems)
+
+
+def several_gradients(job: ResolvedJob) -> str:
+    """The start of a sentence about an optimizer that needs the step's closure."""
+    return f"optimizer={type(job.optimizer).__name__.lower()} computes several gradients in a step"
+
+
+def _check_closure(job: ResolvedJob) -> None:
+    """Refuse what cannot compute the gradient of a step again, if the optimizer does."""
+    if not job.optimizer.needs_closure:
+        return
+    strategy = type(job.strategy).__name__.lower()
+    obstacles = {
+        "a loss scaler cannot skip; use precision=bf16": job.precision.needs_loss_scaler,
+        f"strategy={strategy} cannot; use strategy=ddp": job.strategy.widest is not UpdateScope.model,
+        "optimizer.lookahead does not follow; remove it": job.optimizer.lookahead is not None,
+    }
+    problems = [f"{several_gradients(job)}, which {reason}" for reason, applies in obstacles.items() if applies]
     if problems:
         raise InputError(*problems)
 

@@ -121,6 +121,7 @@ def step_settings(job: ResolvedJob) -> dict[str, Any]:
         "schedule": job.schedule,
         "lr": job.optimizer.lr,
         "clip_norm": job.train.clip_norm,
+        "takes_closure": job.optimizer.needs_closure,
     }
 
 

@@ -6,10 +6,11 @@ It calls its parts and builds none, so their modules are imported for their type
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,6 +54,20 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group["scale"]
 
 
+class Unstepped(Optimizer):
+    """An optimizer that neither steps nor clears gradients: a step with it computes them and does no more."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # Do not call the base class: the groups have been checked.
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing."""
+
+
 @dataclass(kw_only=True)
 class TrainStep:
     """Updates the weights of a state. It knows no rank, no path and no device by name.
@@ -63,6 +78,7 @@ class TrainStep:
         task: the task of the job, ready on this device.
         inputs: what the replica takes for a micro-batch, images first; then the targets and the labels of its loss.
         scores: the evaluations so far, for the schedule: the step and the gain.
+        takes_closure: whether the optimizer computes several gradients in a step.
     """
 
     world: World
@@ -78,6 +94,7 @@ class TrainStep:
     inputs: Callable[[Shard], list[Tensor]]
     listener: StepListener = StepListener()
     scores: list[tuple[int, float]] = field(default_factory=list)
+    takes_closure: bool = False
 
     def __post_init__(self) -> None:
         self.autocast = self.precision.autocast(self.world.device)
@@ -104,6 +121,8 @@ class TrainStep:
 
         Returns the L2 norm of the gradient, a scalar, where it is clipped or `measures_norm` is set.
         """
+        if self.takes_closure:
+            return self.update_by_closure(shard, measures_norm=measures_norm)
         state = self.state
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.
@@ -128,6 +147,41 @@ class TrainStep:
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         return grad_norm
+
+    def update_by_closure(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
+        """`update` for an optimizer whose step takes a closure, as torch calls it. Each call of it is collective.
+
+        The closure computes the gradient at the present weights, on the same micro-batches with the same random
+        numbers, and returns the mean loss of the global batch. The first call counts: its losses are recorded, its
+        statistics of batch norm stay, and the norm of its gradient is returned.
+        """
+        state, norms, losses, listener = self.state, list[Tensor | None](), list[Tensor](), self.listener
+
+        def record(loss: Tensor, *others: Any) -> None:
+            losses.append(loss)
+            if not norms:
+                listener.record(loss, *others)
+
+        gradients_alone = replace(state, optimizer=Unstepped(state.optimizer))
+        first = replace(self, takes_closure=False, state=gradients_alone, listener=replace(listener, record=record))
+        again = replace(first, listener=StepListener(record=record))
+
+        def closure() -> Tensor:
+            losses.clear()
+            state.optimizer.zero_grad(set_to_none=True)
+            buffers = [buffer.clone() for buffer in state.model.buffers()]
+            with torch.enable_grad():
+                norm = (again if norms else first).update(shard, measures_norm=measures_norm)
+            if norms:
+                with torch.no_grad():
+                    for buffer, before in zip(state.model.buffers(), buffers, strict=True):
+                        buffer.copy_(before)
+            norms.append(norm)
+            return self.world.sum(torch.stack(losses).double().sum()) / shard.count
+
+        state.optimizer.step(closure)  # type: ignore[arg-type]  # torch's stubs want a float
+        state.optimizer.zero_grad(set_to_none=True)
+        return norms[0]
 
     def forward(self, micro: Shard) -> Tensor:
         """The summed loss of a micro-batch, a scalar."""
