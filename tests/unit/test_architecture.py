@@ -218,6 +218,8 @@ def test_the_default_job_takes_no_more_of_the_source_than_it_did(monkeypatch: py
 OF_OTHERS = {"CSafeDumper", "CSafeLoader", "SIGRTMAX", "SIGRTMIN", "_local_tensor", "act", "buffer"}
 OF_OTHERS |= {"all_gather_single", "drop", "feature", "int2str", "iowait", "length", "names", "no_weight_decay"}
 OF_OTHERS |= {"pretrained_cfg", "raw", "reason", "tag_v2", "tile"}
+# Of a Dataset of torch, of torchvision or of Hugging Face.
+OF_OTHERS |= {"classes", "column_names", "features", "group"}
 # Of what an option of the user may build without a class of ours: a split, and a score as torchmetrics has them.
 OF_OTHERS |= {"higher_is_better", "mapped", "takes_log_odds"}
 # Of other launchers of Hydra, and of the task of another app.
@@ -467,6 +469,7 @@ LISTS_KEYS: dict[str, str] = {
     "data.datasets.sizes.SIZES": "what `auto` chooses by the weights",
     "report.compare.DATA": "facts of checkpoints, not keys",
     "inference.export.INPUT, OUTPUT, BATCH": "names in exported files",
+    "data.datasets.items.IMAGE_NAMES, TARGET_NAMES": "names in the items of a user's Dataset",
     "core.model_card.FITS": "values of a key",
     "core.run.SEED, FOLD": "two keys by name, for those who ask for their values",
 }

@@ -219,7 +219,7 @@ def test_pieces_depend_on_ranks_times_micro_batches_alone(count: int, ranks: int
 
 def task(source: Source, where: World | None = None, **changes: Any) -> LoaderContext:
     """The loader's context in a run over `source` whose model trains on 100 images per second."""
-    defaults = {"gigabytes": 0.5, "reads": 1000, "boxes": False, "training_rate": lambda: 100.0}
+    defaults = {"gigabytes": 0.5, "reads": 1000, "changes": False, "training_rate": lambda: 100.0}
     return LoaderContext(world=where or world(), splits=(source.train(), source.eval()), **{**defaults, **changes})
 
 
@@ -235,9 +235,9 @@ def test_auto_keeps_small_data_on_the_device_and_streams_other_data(folder: Fold
     kind, reason = Auto().choose(task(folder, reads=60))
     assert isinstance(kind, Streaming)
     assert reason.startswith("60 images to read, 60 to decode in advance; ")
-    kind, reason = Auto().choose(task(folder, boxes=True))
+    kind, reason = Auto().choose(task(folder, changes=True))
     assert isinstance(kind, Streaming)
-    assert reason.startswith("each epoch crops other boxes from the files; ")
+    assert reason.startswith("each epoch reads other pixels; ")
 
 
 def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,11 @@ class Source(Component, Protocol):
         return False
 
     @property
+    def changes(self) -> bool:
+        """Whether reading a training image again can give other pixels."""
+        return self.crops_files
+
+    @property
     def classes(self) -> int:
         return len(self.class_names)
 
@@ -272,7 +277,7 @@ class LoaderContext:
         splits: the training split and the evaluation split.
         gigabytes: the size of both splits as uint8.
         reads: the images that this machine's ranks read in the whole run, including evaluations.
-        boxes: whether each epoch cuts other boxes from the files.
+        changes: whether each epoch reads other pixels of an image, see `Source.changes`.
         training_rate: measures how many images per second the model trains on; returns None if the measurement takes
             too long.
     """
@@ -281,7 +286,7 @@ class LoaderContext:
     splits: tuple[Split, Split]
     gigabytes: float
     reads: int
-    boxes: bool
+    changes: bool
     training_rate: Callable[[], float | None]
 
 

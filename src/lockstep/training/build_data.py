@@ -158,7 +158,7 @@ def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) ->
         splits=(train, val),
         gigabytes=(len(train) + len(val)) * math.prod(job.dataset.image_shape) / GB,
         reads=(plan.total_steps * plan.batch + evaluations * len(val)) * world.local_size // own.size,
-        boxes=job.dataset.crops_files,
+        changes=job.dataset.changes,
         training_rate=partial(_training_rate, job, world),
     )
 

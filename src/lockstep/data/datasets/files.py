@@ -46,6 +46,7 @@ class FileSplit:
     crop: Crop | None = None
 
     images: ClassVar[None] = None
+    broken: ClassVar[type[BrokenImage]] = BrokenImage
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -56,7 +57,7 @@ class FileSplit:
         size = stored if self.crop is None else self.crop.size
         numbers, indices = indices, [index % len(self) for index in indices]
         decoded = np.empty((len(indices), channels, *size), dtype=np.uint8)
-        files = [self._attempt(index, ImageFile.read, self.paths[index], channels) for index in indices]
+        files = [self._attempt(index, self.read, index) for index in indices]
         if self.crop is None:
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
                 decoded[number] = self._attempt(index, file.stored, how)
@@ -67,6 +68,10 @@ class FileSplit:
             for number, (index, file, box) in enumerate(zip(indices, files, boxes, strict=True)):
                 decoded[number] = self._attempt(index, file.box, box, self.crop.size, how.interpolation)
         return torch.from_numpy(decoded)
+
+    def read(self, index: int) -> ImageFile:
+        """An image that is not decoded yet. Raises any exception."""
+        return ImageFile.read(self.paths[index], self.preprocessing.image_shape[0])
 
     def name(self, index: int) -> str:
         return str(self.paths[index])
@@ -88,7 +93,7 @@ class FileSplit:
                 ) from error
             if memory := out_of_memory(error, name):
                 raise memory from error
-            raise BrokenImage(index, name, reason_of(error)) from error
+            raise self.broken(index, name, reason_of(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +194,11 @@ class FileSource(PhotoSource, CutSource):
 
     @property
     def mean(self) -> tuple[float, ...]:
-        return per_channel(IMAGENET_MEAN, self.channels)
+        return per_channel(IMAGENET_MEAN, self.image_shape[0])
 
     @property
     def std(self) -> tuple[float, ...]:
-        return per_channel(IMAGENET_STD, self.channels)
+        return per_channel(IMAGENET_STD, self.image_shape[0])
 
     @property
     def usual_augment(self) -> str:

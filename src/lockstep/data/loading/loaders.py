@@ -152,8 +152,8 @@ class Auto(Streaming):
         room, stored = self._room(context), sum(map(len, context.splits))
         if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
             return "loader.workers or loader.prefetch is given"
-        if context.boxes:
-            return "each epoch crops other boxes from the files"
+        if context.changes:
+            return "each epoch reads other pixels"
         if context.gigabytes > room:
             return f"{context.gigabytes:.1f} GB do not fit in {room:.1f} GB"
         if context.splits[0].images is None and context.reads <= stored:

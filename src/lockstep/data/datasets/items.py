@@ -1,0 +1,366 @@
+"""Any map-style `torch.utils.data.Dataset` as a data set: an option that returns one for each split."""
+
+import hashlib
+import inspect
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset
+
+from lockstep.core.data_protocols import SPLIT_NAMES
+from lockstep.core.errors import BrokenImage, InputError, StorageError, escaped
+from lockstep.core.fields import choice, pixels, ranged, sides
+from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS
+from lockstep.data.datasets import photos
+from lockstep.data.datasets.decode import ARRAY_TO_8_BITS, GREY, RGB, ImageFile, Pixels
+from lockstep.data.datasets.files import FileSource, FileSplit
+from lockstep.data.datasets.listing import Files, as_names
+from lockstep.data.datasets.targets import as_targets, names_of, target_of
+
+# The names of an image and of its target, in items that are mappings and as attributes of a Dataset.
+IMAGE_NAMES, TARGET_NAMES = ("image", "img", "pixel_values"), ("targets", "labels", "label", "target")
+ANY = 0  # channels that stay as they are
+USUAL = (GREY, RGB, 4)  # the numbers of channels by which an image with the wrong order of axes is told
+SAMPLED, AGAIN = 32, 8  # items that are hashed, spread over a split, and how many of them are read again
+
+
+class BrokenItem(BrokenImage):
+    """An item of a Dataset cannot be used. The arguments are as for BrokenImage."""
+
+    @property
+    def failure(self) -> str:
+        _, item, reason = self.args
+        return escaped(f"{item}: {reason}", keep="")
+
+    def __str__(self) -> str:
+        return f"dataset: {self.failure}; correct it, or skip up to N such items with dataset.skip=N"
+
+
+@dataclass(frozen=True)
+class DatasetItem:
+    """One item of a Dataset."""
+
+    items: Any
+    index: int
+    split: str
+
+    def read(self) -> tuple[Any, Any]:
+        """Its image and its target. Raises ValueError with the line of the Dataset's own code that raised."""
+        try:
+            item = self.items[self.index]
+        except StorageError:
+            raise
+        except Exception as error:  # the code is not ours
+            raise ValueError(f"{type(error).__name__}: {error} ({_line_of(error, type(self.items))})") from error
+        if isinstance(item, Mapping):
+            keys = [next((key for key in names if key in item), None) for names in (IMAGE_NAMES, TARGET_NAMES)]
+            item = tuple(item[key] for key in keys if key is not None)
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            number = f" and length {len(item)}" if isinstance(item, tuple | list) else ""
+            raise ValueError(f"it is of type {type(item).__name__}{number}, expected (image, target)")
+        return item[0], item[1]
+
+    def pixels(self) -> Pixels:
+        """Its image, uint8 (height, width, channels). Raises ValueError."""
+        return pixels_of(self.read()[0])
+
+    def contents(self) -> bytes:
+        return self.pixels().tobytes()
+
+    def __str__(self) -> str:
+        return f"item {self.index} of the {SPLIT_NAMES[self.split]} split"
+
+
+@dataclass(frozen=True)
+class ItemSplit(FileSplit):
+    """The items of a Dataset, used like files. With `alike` all of them have the height and width `size`."""
+
+    alike: bool = True
+
+    broken: ClassVar[type[BrokenImage]] = BrokenItem
+
+    def read(self, index: int) -> ImageFile:
+        item = self.paths[index]
+        assert isinstance(item, DatasetItem)
+        pixels = item.pixels()
+        channels, *size = self.preprocessing.image_shape
+        if {channels, pixels.shape[2]} == {GREY, RGB}:  # as of files
+            pixels = photos.grey(pixels) if channels == GREY else np.repeat(pixels, RGB, axis=2)
+        height, width, own = pixels.shape
+        if own != channels or (self.alike and [height, width] != size):
+            resize = "; resize it in __getitem__, or all of them with dataset.decode_size=N" * (own == channels)
+            raise ValueError(
+                f"its image has {own} channels of {height}x{width}, expected {channels} of {size[0]}x{size[1]}, as "
+                f"the first one to train on{resize}"
+            )
+        return ImageFile(b"", height, width, lambda _: pixels, channels=ANY)
+
+
+@dataclass(frozen=True)
+class Items:
+    """A Dataset as a split, and what a sample of its items says.
+
+    Fields:
+        sampled: the targets of the sample, by index.
+        shape: (height, width, channels) of the first image that can be used.
+        digest: a hash of the sample's pixels; empty if reading them again gave others.
+    """
+
+    dataset: Any
+    split: str
+    sampled: Mapping[int, Any]
+    shape: tuple[int, int, int]
+    digest: str
+
+    @classmethod
+    def of(cls, dataset: Any, split: str) -> Self:
+        """Read the sample. Raises InputError: this is no map-style Dataset, or no item can be used."""
+        _check_map_style(dataset, split)
+        number = min(SAMPLED, len(dataset))
+        images, sampled, broken = dict[int, Pixels](), dict[int, Any](), list[BrokenItem]()
+        for index in (n * len(dataset) // number for n in range(number)):
+            item = DatasetItem(dataset, index, split)
+            try:
+                image, sampled[index] = item.read()
+                images[index] = pixels_of(image)
+            except ValueError as error:
+                broken.append(BrokenItem(index, str(item), str(error)))
+        if not images:
+            raise broken[0]
+        same = all(
+            np.array_equal(DatasetItem(dataset, at, split).pixels(), images[at]) for at in list(images)[:AGAIN]
+        )
+        digest = hashlib.sha256(b"".join(image.tobytes() for image in images.values())).hexdigest()[:16]
+        height, width, channels = next(iter(images.values())).shape
+        return cls(dataset, split, sampled, (height, width, channels), digest if same else "")
+
+    def place(self, index: int) -> str:
+        return str(DatasetItem(self.dataset, index, self.split))
+
+    def targets(self, targets: str, names: Sequence[str]) -> list[Any]:
+        """The targets of all items as `as_targets` takes them, from the Dataset or else from its items."""
+        stored = _stored_targets(self.dataset)
+        if stored is None or any(_plain(stored[at]) != _plain(target) for at, target in self.sampled.items()):
+            stored = [self._target(index) for index in range(len(self.dataset))]
+        return [_as_stored(target, targets, names, self.place(index)) for index, target in enumerate(stored)]
+
+    def _target(self, index: int) -> Any:
+        item = DatasetItem(self.dataset, index, self.split)
+        try:
+            return item.read()[1]
+        except ValueError as error:
+            raise BrokenItem(index, str(item), str(error)) from error
+
+    def files(self, targets: Sequence[Any], kind: str, names: tuple[str, ...]) -> Files:
+        """The split as it is cut and read, for `targets` of this kind."""
+        random = (
+            f"the Dataset of the {SPLIT_NAMES[self.split]} split draws random numbers of its own, so a run is only "
+            "the same up to them; the option augment draws the same ones everywhere",
+        )
+        number, group = len(self.dataset), _group_of(self.dataset)
+        return Files(
+            lambda index: DatasetItem(self.dataset, int(index), self.split),
+            np.arange(number),
+            as_targets(targets, kind, names, self.place, ""),
+            names,
+            identity=f"{self.split}, {number:,} items, {self.digest or 'random'}",
+            notes=() if self.digest else random,
+            member_names=as_names(map(str, range(number))),
+            groups=None if group is None else as_names(str(group(index)) for index in range(number)),
+        )
+
+
+DATASETS: dict[Hashable, dict[str, Items]] = {}  # of a data set, by `FileSource.place`, as `LISTINGS`
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOption(FileSource):
+    """A data set of Datasets of torch, one for each split, with items (image, target) that are read by index.
+
+    An image is uint8, or floats from 0 to 1: a tensor (C, H, W), an array of NumPy (H, W, C), either one also
+    (H, W), or an image of Pillow. A target is the number or the name of a class; with `task=multilabel` a tensor or
+    an array with a 0 or 1 for each label, or a list of names; with `task=regression` a number or several. An item
+    may also be a mapping with `image` and `label`.
+
+    All targets are read once at the start: from an attribute `targets` or `labels` of the Dataset if it agrees with
+    its items, or else from all items. A method `group(index)` of the Dataset names what has to stay in one split,
+    such as a patient. A Dataset with random numbers of its own is named in a note: a run is the same up to them.
+    """
+
+    # size in pixels of a stored image, the side of a square or [height,width]; see `fit`. null: the items have one
+    # size, and keep it
+    decode_size: Any = pixels(None, None)
+    # channels of an image; grey ones become RGB with 3, and colours grey with 1. null: those of the first item
+    channels: int | None = ranged(None, least=1, most=MOST_CHANNELS)  # type: ignore[assignment]
+    targets: str = choice("auto", "auto", *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
+
+    part: ClassVar[str] = "split"
+    test_split: ClassVar[None] = None  # see `FileSource`
+
+    @abstractmethod
+    def train_dataset(self) -> Any:
+        """The Dataset to train on. Each process calls it, and gets the same items at each call."""
+
+    def val_dataset(self) -> Any:
+        """The Dataset to evaluate. With `val_share` or `folds` it is the test, if there is no other."""
+        return None
+
+    def test_dataset(self) -> Any:
+        """The Dataset to test the best weights on, once; None for no test."""
+        return None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the classes, labels or values. Empty: those of the Dataset, or else by the targets."""
+        return ()
+
+    @property
+    def changes(self) -> bool:
+        self.listings()
+        return self.crops_files or not DATASETS[self.place]["train"].digest
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        self.listings()
+        height, width, channels = DATASETS[self.place]["train"].shape
+        size = (height, width) if self.decode_size is None else sides(self.decode_size)
+        return (self.channels or channels, *size)
+
+    def list_files(self) -> dict[str, Files]:
+        train, val, test = self.train_dataset(), self.val_dataset(), self.test_dataset()
+        if self.is_cut:
+            val, test = None, val if test is None else test
+        elif val is None:
+            raise InputError(
+                "dataset: there is no Dataset to evaluate; return one in val_dataset(), or evaluate a share of each "
+                "class with dataset.val_share=0.1"
+            )
+        datasets = zip(SPLIT_NAMES, (train, val, test), strict=True)
+        splits = {name: Items.of(items, name) for name, items in datasets if name == "train" or items is not None}
+        DATASETS[self.place] = splits
+        names = tuple(map(str, self.names)) or _names_in(train)
+        targets = {name: items.targets(self.targets, names) for name, items in splits.items()}
+        if not names:
+            column = self.targets.removesuffix("s")
+            names = names_of(targets["train"], self.targets, splits["train"].place, column, gaps=False)
+        return {name: items.files(targets[name], self.targets, names) for name, items in splits.items()}
+
+    def _split(self, files: Files) -> ItemSplit:
+        return ItemSplit(files, files.labels, self.preprocessing, self.skip, alike=self.decode_size is None)
+
+
+def pixels_of(image: Any) -> Pixels:
+    """An image of an item, uint8 (height, width, channels). Raises ValueError with the line that converts it."""
+    if isinstance(image, Image.Image):
+        grey = image.mode in ("1", "L")
+        return np.array(image.convert("L"))[..., None] if grey else photos.to_rgb(image)
+    is_tensor = isinstance(image, Tensor)
+    array = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
+    channels, other = (0, -1) if is_tensor else (-1, 0)
+    if array.ndim == 2:
+        array = array[..., None]
+    elif array.ndim == 3 and array.shape[other] in USUAL and array.shape[channels] not in USUAL:
+        array = array[:0]
+    elif array.ndim == 3 and is_tensor:
+        array = np.moveaxis(array, 0, 2)
+    if 0 in array.shape or array.ndim != 3 or array.shape[2] > MOST_CHANNELS:
+        expected = "(channels, height, width)" if is_tensor else "(height, width, channels)"
+        raise ValueError(
+            f"its image is of type {type(image).__name__} and of shape {(*np.shape(image),)}, expected {expected}"
+        )
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8) * 255
+    if np.issubdtype(array.dtype, np.floating):
+        low, high = float(array.min()), float(array.max())
+        if not (low >= 0 and high <= 1):  # also of NaN
+            raise ValueError(
+                f"its image has floats from {low:.4g} to {high:.4g}, expected 0 to 1; leave out a Normalize "
+                f"(the option's `mean` and `std` do it), or return {ARRAY_TO_8_BITS}"
+            )
+        return np.rint(array * np.asarray(255, array.dtype)).astype(np.uint8)
+    if array.dtype != np.uint8:
+        raise ValueError(
+            f"its image is {array.dtype}, expected uint8, or floats from 0 to 1; choose the values LOW and HIGH that "
+            f"are to be 0 and 255 in the whole data set, and return {ARRAY_TO_8_BITS}"
+        )
+    return np.ascontiguousarray(array)
+
+
+def _check_map_style(dataset: Any, split: str) -> None:
+    lacks = [name for name in ("__getitem__", "__len__") if not hasattr(type(dataset), name)]
+    if isinstance(dataset, IterableDataset):
+        lacks = ["__getitem__"]
+    where = f"dataset: the Dataset of the {SPLIT_NAMES[split]} split, of type {type(dataset).__name__},"
+    if lacks:
+        raise InputError(
+            f"{where} has no {' and no '.join(lacks)}, so no example can be read by its index, as an exact order and "
+            "resume need; define both"
+        )
+    if not len(dataset):
+        raise InputError(f"{where} has no items; correct it")
+
+
+def _stored_targets(dataset: Any) -> Sequence[Any] | None:
+    if isinstance(dataset, Subset):
+        whole = _stored_targets(dataset.dataset)
+        return None if whole is None else [whole[index] for index in dataset.indices]
+    columns = getattr(dataset, "column_names", None)  # of Hugging Face's datasets
+    named = [name for name in TARGET_NAMES if (name in columns if columns else hasattr(dataset, name))]
+    stored = (dataset[named[0]][:] if columns else getattr(dataset, named[0])) if named else None
+    return None if stored is None or len(stored) != len(dataset) else stored
+
+
+def _group_of(dataset: Any) -> Callable[[int], Any] | None:
+    """What gives the group of an item by its index, if the Dataset has it."""
+    if isinstance(dataset, Subset):
+        whole, indices = _group_of(dataset.dataset), dataset.indices
+        return None if whole is None else lambda index: whole(indices[index])
+    return getattr(dataset, "group", None)
+
+
+def _names_in(dataset: Any) -> tuple[str, ...]:
+    """The names of the classes that a Dataset has, as torchvision's and Hugging Face's have them; empty without."""
+    if isinstance(dataset, Subset):
+        return _names_in(dataset.dataset)
+    features = getattr(dataset, "features", None) or {}
+    of_features = [getattr(features[key], "names", None) for key in TARGET_NAMES if key in features]
+    names = next(filter(None, of_features), None) or getattr(dataset, "classes", ())
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+
+
+def _plain(target: Any) -> Any:
+    """A target as Python's numbers, texts and lists of them."""
+    if isinstance(target, Tensor | np.ndarray | np.generic):
+        return target.tolist()
+    return [_plain(cell) for cell in target] if isinstance(target, list | tuple | set) else target
+
+
+def _as_stored(target: Any, targets: str, names: Sequence[str], place: str) -> Any:
+    """A target as `as_targets` takes it."""
+    value = _plain(target)
+    if targets == LABELS and isinstance(value, list) and isinstance(target, Tensor | np.ndarray):
+        value = [float(cell) for cell in value]
+
+    def name(cell: Any) -> str:
+        if isinstance(cell, int) and names:
+            if not 0 <= cell < len(names):
+                raise InputError(f"dataset: {place} has the label {cell}, expected 0 to {len(names) - 1}; correct it")
+            return names[cell]
+        return str(cell)
+
+    return target_of(value, targets, place, name)
+
+
+def _line_of(error: BaseException, cls: type[Any]) -> str:
+    """The file and the line where a Dataset's own code raised, or else the innermost ones."""
+    own = inspect.getsourcefile(cls.__getitem__)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+    return f"{Path(frame.filename).name}, line {frame.lineno}"

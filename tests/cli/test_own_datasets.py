@@ -1,0 +1,131 @@
+"""A Dataset of torch in a package of the user's: the same run on any ranks and loaders, and through a kill."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import ROOT, Done, forked, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
+
+SCANS = next(
+    block
+    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S)
+    if block.startswith("# mine/scans.py")
+)
+OTHERS = '''
+
+class Stopping(Scans):
+    """Kills its process in the third epoch."""
+
+    def __getitem__(self, index):
+        import os, signal, pathlib
+        counts = pathlib.Path("count")
+        counts.write_text(counts.read_text() + "." if counts.exists() else ".")
+        if len(counts.read_text()) == 900:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@lockstep.option("dataset")
+class Killed(ScansOption):
+    def train_dataset(self):
+        return Stopping(range(self.patients))
+
+
+@lockstep.option("dataset")
+class Noisy(ScansOption):
+    def train_dataset(self):
+        class Noise(Scans):
+            def __getitem__(self, index):
+                image, target = super().__getitem__(index)
+                return image * np.random.default_rng().random(), target
+
+        return Noise(range(self.patients))
+
+
+@lockstep.option("dataset")
+class Failing(ScansOption):
+    def train_dataset(self):
+        class Fails(Scans):
+            targets = [n // 4 % 2 for n in range(240)]
+
+            def __getitem__(self, index):
+                if index == 77:
+                    raise RuntimeError("the archive has no scan 77")
+                return super().__getitem__(index)
+
+        return Fails(range(self.patients))
+'''
+JOB = ("model=basicnet", "batch=40", "epochs=4", "precision=fp64", "device=cpu", "optimizer=sgd", "optimizer.lr=0.05")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "own").mkdir()
+    (folder / "own" / "__init__.py").write_text(SCANS + OTHERS)
+    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
+    return folder
+
+
+def train(project: Path, name: str, *words: str, code: int = 0) -> Done:
+    done = forked("train.py", *JOB, f"hydra.run.dir={name}", *words, cwd=project)
+    assert done.code == code, done.out + done.err
+    return done
+
+
+def largest_difference(project: Path, first: str, second: str) -> float:
+    one, two = (weights(project / name) for name in (first, second))
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+def test_a_dataset_of_torch_is_the_same_run_on_any_ranks_and_loaders(project: Path) -> None:
+    train(project, "one", "dataset=scans")
+    for number, words in enumerate(
+        (
+            ("strategy=ddp", "launcher.ranks=2"),
+            ("loader=streaming", "loader.workers=2"),
+            ("loader=streaming", "loader.workers=0", "strategy=ddp", "launcher.ranks=3"),
+        )
+    ):
+        train(project, f"other-{number}", "dataset=scans", *words)
+        assert largest_difference(project, "one", f"other-{number}") < 1e-12, words
+
+
+def test_a_run_on_a_dataset_that_was_killed_goes_on_to_the_same_weights(project: Path) -> None:
+    words = ("dataset=killed", "loader=streaming", "loader.workers=0")
+    assert forked("train.py", *JOB, "hydra.run.dir=killed", *words, cwd=project).code != 0
+    done = forked("train.py", "resume=killed", cwd=project)
+    assert done.code == 0, done.err
+    train(project, "whole", "dataset=scans", "loader=streaming", "loader.workers=0")
+    assert all(torch.equal(a, weights(project / "whole")[name]) for name, a in weights(project / "killed").items())
+
+
+def test_folds_keep_the_patients_of_a_dataset_together_and_other_items_are_refused_at_a_resume(project: Path) -> None:
+    train(project, "fold", "dataset=scans", "dataset.folds=3", "dataset.fold=1")
+    scored = json.loads((project / "fold" / "summary.json").read_text())
+    assert scored["status"] == "completed"
+    done = forked("train.py", "resume=fold", "epochs=5", "dataset.patients=64", cwd=project)
+    assert done.code == 2
+    assert "dataset.patients" in done.err or "data" in done.err
+
+
+def test_a_random_dataset_is_named_and_streamed(project: Path) -> None:
+    done = train(project, "noisy", "dataset=noisy")
+    assert "the training split draws random numbers of its own" in done.out + done.err
+    assert "each epoch reads other pixels" in done.out + done.err
+
+
+def test_an_item_that_raises_ends_the_run_with_its_line_and_can_be_skipped(project: Path) -> None:
+    done = train(project, "failing", "dataset=failing", code=2)
+    assert re.search(
+        r"item 77 of the training split: RuntimeError: the archive has no scan 77 \(__init__.py, line", done.err
+    )
+    assert "Traceback" not in done.err
+    train(project, "skipping", "dataset=failing", "dataset.skip=1")

@@ -1,0 +1,254 @@
+"""A Dataset of torch as a data set: its images, its targets, its cuts, and what is said of one that does not fit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset
+from torchvision.transforms.functional import to_tensor
+
+from lockstep.core.errors import BrokenImage, InputError
+from lockstep.data.datasets.items import DatasetOption, pixels_of
+
+SIDE, NUMBER = 6, 12
+IMAGES = np.random.default_rng(0).integers(0, 256, (NUMBER, SIDE, SIDE, 3), dtype=np.uint8)
+CLASSES = [number % 3 for number in range(NUMBER)]
+
+
+class Photos(Dataset[Any]):
+    """Items (image, class); `form` makes the image of an array, and `reads` counts."""
+
+    def __init__(self, form: Callable[[Any], Any] = Image.fromarray, targets: Any = CLASSES) -> None:
+        self.form, self.own, self.reads = form, targets, 0
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        self.reads += 1
+        return self.form(IMAGES[index]), self.own[index]
+
+
+def option(
+    train: Any, val: Any = None, test: Any = None, names: tuple[str, ...] = (), **fields: Any
+) -> DatasetOption:
+    class Own(DatasetOption):
+        def train_dataset(self) -> Any:
+            return train
+
+        def val_dataset(self) -> Any:
+            return val
+
+        def test_dataset(self) -> Any:
+            return test
+
+    Own.names = names  # type: ignore[assignment, method-assign]
+    return Own(**{"targets": "classes", "fit": "crop", "crop": 1.0, "input_size": None} | fields)
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "Pillow": Image.fromarray,
+    "an array": lambda image: image,
+    "a tensor": lambda image: torch.from_numpy(image).permute(2, 0, 1),
+    "torchvision's ToTensor": to_tensor,
+    "float64": lambda image: image / 255,
+    "float16": lambda image: torch.from_numpy(image).permute(2, 0, 1).half() / 255,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_has_the_same_pixels_in_every_form(form: str) -> None:
+    split = option(Photos(FORMS[form]), Photos(FORMS[form])).train()
+    assert torch.equal(split.fetch([3, 0]), torch.from_numpy(IMAGES[[3, 0]]).permute(0, 3, 1, 2))
+
+
+def grey_of(image: Any) -> Image.Image:
+    return Image.fromarray(image).convert("L")
+
+
+def test_grey_and_binary_images_and_transparent_ones_are_read_as_files_are() -> None:
+    grey = grey_of(IMAGES[0])
+    np.testing.assert_array_equal(pixels_of(grey)[..., 0], np.array(grey))
+    assert option(Photos(grey_of), Photos(grey_of)).image_shape == (1, SIDE, SIDE)
+    assert option(Photos(grey_of), Photos(), channels=3).train().fetch([1]).shape == (1, 3, SIDE, SIDE)
+    assert option(Photos(grey_of), Photos()).eval().fetch([1]).shape == (1, 1, SIDE, SIDE)
+    np.testing.assert_array_equal(pixels_of(np.array(grey)), pixels_of(torch.from_numpy(np.array(grey))))
+    assert set(np.unique(pixels_of(np.array(grey) > 100))) == {0, 255}
+    assert pixels_of(Image.new("RGBA", (2, 2), (0, 0, 0, 0))).tolist() == [[[255] * 3] * 2] * 2
+    deep = Image.fromarray(np.full((2, 2), 0x8000, np.uint16))
+    assert pixels_of(deep).tolist() == [[[128] * 3] * 2] * 2
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "normalised": (lambda image: (to_tensor(image) - 0.5) / 0.5, "floats from -1 to .*leave out a Normalize"),
+    "up to 255": (lambda image: image.astype("float32"), "expected 0 to 1.*astype"),
+    "NaN": (lambda image: np.full((4, 4), np.nan), "floats from nan to nan"),
+    "16 bits": (lambda image: image.astype("uint16"), "its image is uint16, expected uint8.*LOW and HIGH"),
+    "a batch": (
+        lambda image: image[None],
+        r"ndarray and of shape \(1, 6, 6, 3\), expected",
+    ),
+    "a tensor (H, W, C)": (torch.from_numpy, r"of shape \(6, 6, 3\), expected \(channels, height, width\)"),
+    "an array (C, H, W)": (lambda image: image.transpose(2, 0, 1), r"of shape \(3, 6, 6\), expected \(height"),
+    "nothing": (lambda image: None, "its image is of type NoneType"),
+    "a text": (lambda image: "photo.png", "its image is of type str"),
+    "empty": (lambda image: image[:0], r"of shape \(0, 6, 3\)"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_image_without_a_meaning_is_refused_with_the_line_that_converts(kind: str) -> None:
+    form, sentence = WRONG[kind]
+    with pytest.raises(InputError, match=f"item 0 of the training split: .*{sentence}"):
+        option(Photos(form), Photos()).train()
+
+
+def broken(kind: str) -> Any:
+    class Broken(Photos):
+        def __getitem__(self, index: int) -> Any:
+            image, target = super().__getitem__(index)
+            if index == 4:
+                if kind == "raises":
+                    raise KeyError("no such photo")
+                return {"three": (image, target, 1), "alone": image, "small": (image.resize((2, 2)), target)}[kind]
+            return image, target
+
+    return Broken()
+
+
+def test_an_item_that_raises_is_named_with_the_line_of_its_own_code() -> None:
+    with pytest.raises(BrokenImage, match=r"item 4 of the training split: KeyError: .*\(test_items.py, line \d+\)"):
+        option(broken("raises"), Photos()).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [("three", "it is of type tuple and length 3, expected"), ("alone", r"it is of type Image, expected \(")],
+)
+def test_an_item_of_another_form_is_named(kind: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=f"item 4 of the training split: {sentence}"):
+        option(broken(kind), Photos()).train()
+
+
+def test_images_of_several_sizes_need_one_size() -> None:
+    with pytest.raises(InputError, match=r"3 channels of 2x2, expected 3 of 6x6.*dataset.decode_size=N"):
+        option(broken("small"), Photos()).train().fetch([4])
+    assert option(broken("small"), Photos(), decode_size=4).train().fetch([4, 5]).shape == (2, 3, 4, 4)
+
+
+def test_a_dataset_without_an_index_or_an_end_or_items_is_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from ()
+
+    class Endless(Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            return IMAGES[0], 0
+
+    with pytest.raises(InputError, match="Stream, has no __getitem__"):
+        option(Stream(), Photos()).train()
+    with pytest.raises(InputError, match="Endless, has no __len__"):
+        option(Endless(), Photos()).train()
+    with pytest.raises(InputError, match="of the evaluation split, of type Photos, has no items"):
+        option(Photos(), Photos(targets=[])).train()
+    with pytest.raises(InputError, match=r"NoneType, has no __getitem__ and no __len__"):
+        option(None, Photos()).train()
+    with pytest.raises(InputError, match=r"no Dataset to evaluate.*dataset.val_share"):
+        option(Photos()).train()
+
+
+def test_targets_are_read_from_the_dataset_where_it_says_them_and_from_the_items_where_it_says_others() -> None:
+    right, wrong = Photos(), Photos()
+    right.targets = torch.tensor(CLASSES)  # type: ignore[attr-defined]
+    wrong.targets = CLASSES[::-1]  # type: ignore[attr-defined]
+    source = option(right, wrong)
+    assert source.train().labels.tolist() == source.eval().labels.tolist() == CLASSES
+    assert right.reads == NUMBER + 8  # the sample, and eight of it again
+    assert wrong.reads == 2 * NUMBER + 8
+
+
+class Grouped(Photos):
+    classes = ("a", "b", "c")
+    targets = CLASSES
+
+    def group(self, index: int) -> str:
+        return f"patient {index // 2}"
+
+
+def test_subsets_have_the_targets_names_and_groups_of_the_whole() -> None:
+    whole = Grouped()
+    source = option(Subset(whole, range(2, NUMBER)), val_share=0.4)
+    assert source.class_names == ("a", "b", "c")
+    splits = (source.train(), source.eval())
+    numbers = [[int(split.name(n).split()[1]) for n in range(len(split))] for split in splits]
+    assert sorted([*numbers[0], *numbers[1]]) == list(range(NUMBER - 2))
+    assert not {number // 2 for number in numbers[0]} & {number // 2 for number in numbers[1]}
+    assert whole.reads == NUMBER - 2 + 8
+
+
+TARGETS: dict[str, tuple[Any, str, list[Any]]] = {
+    "numbers": ([0, 1, 2] * 4, "classes", [0, 1, 2] * 4),
+    "NumPy's numbers": (np.array([0, 1, 2] * 4), "classes", [0, 1, 2] * 4),
+    "tensors": ([torch.tensor(n) for n in [0, 1, 2] * 4], "classes", [0, 1, 2] * 4),
+    "names": (["cat", "dog", "ant"] * 4, "classes", [1, 2, 0] * 4),
+    "vectors": (torch.tensor([[1, 0], [1, 1]] * 6), "labels", [[1.0, 0.0], [1.0, 1.0]] * 6),
+    "lists of names": ([["x"], ["x", "y"]] * 6, "labels", [[1.0, 0.0], [1.0, 1.0]] * 6),
+    "values": ([0.5, -2] * 6, "values", [[0.5], [-2.0]] * 6),
+    "pairs of values": (np.array([[0.5, 1], [2, 3]] * 6, "float32"), "values", [[0.5, 1.0], [2.0, 3.0]] * 6),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_targets_of_each_kind(kind: str) -> None:
+    own, targets, expected = TARGETS[kind]
+    assert option(Photos(targets=own), Photos(targets=own), targets=targets).train().labels.tolist() == expected
+
+
+def test_targets_that_fit_no_class_name_the_item() -> None:
+    with pytest.raises(InputError, match="item 2 of the training split has the label 2, expected 0 to 1"):
+        option(Photos(), Photos(), names=("a", "b")).train()
+    with pytest.raises(InputError, match=r"item 1 of the training split has the label 0.5.*task=regression"):
+        option(Photos(targets=[0, 0.5]), Photos()).train()
+    with pytest.raises(InputError, match="item 1 of the evaluation split has the label '7', which no training"):
+        option(Photos(), Photos(targets=[0, 7])).train()
+
+
+def test_mappings_are_items_too() -> None:
+    class Rows(Photos):
+        def __getitem__(self, index: int) -> Any:
+            image, target = super().__getitem__(index)
+            return {"img": image, "label": target, "file": "x"}
+
+    assert option(Rows(), Rows()).train().labels.tolist() == CLASSES
+
+
+def test_folds_and_limits_hold_and_cut_data_are_tested_on_the_evaluation_dataset() -> None:
+    folds = [option(Photos(), Photos(), folds=2, fold=fold) for fold in range(2)]
+    evaluated = [split.name(n) for split in (fold.eval() for fold in folds) for n in range(len(split))]
+    assert sorted(evaluated) == sorted(f"item {n} of the training split" for n in range(NUMBER))
+    test = folds[0].test()
+    assert test is not None
+    assert test.name(3) == "item 3 of the test split"
+    assert len(option(Photos(), Photos(), limit=6).train()) == 6
+
+
+def test_random_items_are_said_and_read_again_in_each_epoch() -> None:
+    generator = np.random.default_rng(3)
+    source = option(Photos(lambda image: image[:, :: generator.choice([-1, 1])]), Photos())
+    assert source.changes
+    assert any("training split draws random numbers" in note for note in source.notes())
+    assert not option(Photos(), Photos()).changes
+
+
+def test_other_pixels_are_another_data_set(tmp_path: Path) -> None:
+    facts = [option(Photos(form), Photos()).fingerprint() for form in (Image.fromarray, lambda image: image // 2)]
+    assert facts[0]["val"] == facts[1]["val"]
+    assert facts[0]["train"] != facts[1]["train"]
+
+
+def test_a_crop_of_the_file_is_a_crop_of_the_item() -> None:
+    assert option(Photos(), Photos(), decode_size=4, crop_from="file").changes
