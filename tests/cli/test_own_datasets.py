@@ -124,7 +124,7 @@ def test_a_random_dataset_is_named_and_streamed(project: Path) -> None:
 
 def test_an_item_that_raises_ends_the_run_with_its_line_and_can_be_skipped(project: Path) -> None:
     done = train(project, "failing", "dataset=failing", code=2)
-    said = r"item 77 of the training split: RuntimeError: the archive has no scan 77 \(__init__.py, line"
-    assert re.search(said, done.err)
+    sentence = r"item 77 of the training split: RuntimeError: the archive has no scan 77 \(__init__.py, line"
+    assert re.search(sentence, done.err)
     assert "Traceback" not in done.err
     train(project, "skipping", "dataset=failing", "dataset.skip=1")
