@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import dataclasses
 import json
 import math
 import threading
@@ -294,6 +295,15 @@ def test_the_hyperparameters_have_the_task_and_the_monitor() -> None:
     for task, shown in (("multiclass", ("multiclass", "top1")), ("regression", ("regression", "-mae"))):
         values = hyperparameters(resolved("dataset=fake", "device=cpu", f"task={task}"), World.solo())
         assert (values["task"], values["monitor"]) == shown
+
+
+def test_each_key_of_a_users_option_and_each_swept_key_is_a_hyperparameter() -> None:
+    job = resolved("dataset=fake", "device=cpu", "train.min_delta=0.5")
+    values = hyperparameters(job, World.solo(), ["train.min_delta", "batch"])
+    assert (values["train.min_delta"], values["batch"]) == (0.5, job.batch)
+    own = dataclasses.make_dataclass("Senet", [("drop", float, 0.3)], bases=(type(job.model),), frozen=True)
+    values = hyperparameters(dataclasses.replace(job, model=own()), World.solo())
+    assert (values["model"], values["model.drop"]) == ("Senet", 0.3)
 
 
 def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
         frozen = group != "callback"  # a callback counts and collects; each run has its own copy
         option = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=frozen, kw_only=True)(cls)
         option_name = name or name_from(cls.__name__)
-        if not _is_ours(cls):  # tests check ours
+        if not is_ours(cls):  # tests check ours
             _check(option, group, option_name)
             _complete(option, group)
         _DECLARED[group, option_name] = option
@@ -101,7 +101,8 @@ def preset(group: str, name: str, component: Any, meaning: str) -> None:
     PRESETS[group, name] = component, meaning
 
 
-def _is_ours(cls: type[Any]) -> bool:
+def is_ours(cls: type[Any]) -> bool:
+    """Whether a class is Lockstep's own, and not a user's."""
     return cls.__module__.startswith("lockstep.")
 
 
@@ -200,7 +201,7 @@ def name_of(cls: type[Any]) -> str:
 
 def target_of(cls: type[Any]) -> str:
     """The `_target_` of an option's class: for ours, it begins with the module of the group."""
-    groups = [group for (group, _), other in _DECLARED.items() if other is cls and _is_ours(cls)]
+    groups = [group for (group, _), other in _DECLARED.items() if other is cls and is_ours(cls)]
     return f"{GROUPS[groups[0]] if groups else cls.__module__}.{cls.__qualname__}"
 
 

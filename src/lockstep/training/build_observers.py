@@ -1,11 +1,12 @@
 """Builds everything that records a run: telemetry of each rank, main's observers and its watch on the hardware."""
 
 import itertools
+import json
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.config import components
-from lockstep.config.options import name_of
+from lockstep.config.options import is_ours, name_of
+from lockstep.config.roles import TARGET
+from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError, shown
+from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions, check_declared, figures_of, read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model_card import VALUES
 from lockstep.core.monitor import Monitor, tagged
 from lockstep.core.observer import Observer, Outcome, RunInfo, listeners
 from lockstep.core.plan import Plan
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.tags import LOSS, TOP1
 from lockstep.core.world import World
@@ -210,7 +215,7 @@ def _observe(
         step=progress.step,
         after=progress.after,
         config=components.plain(job),
-        hyperparameters=hyperparameters(job, world),
+        hyperparameters=hyperparameters(job, world, Run(run_dir.path).swept),
         tags=tags,
         model=state.model,
         log=observers.log,
@@ -234,14 +239,18 @@ def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress
     return Samples(run_dir.rank_samples(world.rank), progress.step)
 
 
-def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
+def hyperparameters(job: ResolvedJob, world: World, swept: Iterable[str] = ()) -> dict[str, str | float]:
     """What TensorBoard's HParams page shows of a job: keys and options as they are typed, in short texts.
 
-    TensorBoard cuts longer texts. Every job has the same keys.
+    TensorBoard cuts longer texts. Each key of a user's option, and each `swept` key, is a column of its own. The jobs
+    of a sweep have the same other keys.
     """
     places = frozenset({"root", "path"})
     folder = Path(job.dataset.path or "").name
     groups = ("model", "augment", "strategy", "precision", "schedule", "loss")
+    plain = {key: value for key, value in components.plain(job).items() if key not in MANY}
+    own = {group for group in GROUPS if group in plain and not is_ours(type(getattr(job, group)))}
+    plain = {group: _without_class(node) for group, node in plain.items()}
     numbers = ("micro_batches", "mixup", "cutmix", "erase", "repeats", "clip_norm", "ema")
     return {
         **{group: _typed(getattr(job, group)) for group in groups},
@@ -255,10 +264,21 @@ def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
         **{f"train.{key}": getattr(job.train, key) or 0.0 for key in numbers},
         "train.swa_from": str(job.train.swa_from or ""),
         "ranks": world.size,
+        **{key: _short(value) for key, value in leaves(plain) if key in swept or key.partition(".")[0] in own},
     }
+
+
+def _without_class(node: Any) -> Any:
+    return {key: value for key, value in node.items() if key != TARGET} if isinstance(node, dict) else node
+
+
+def _short(value: object) -> str | float:
+    return value if isinstance(value, str | int | float) else json.dumps(value)
 
 
 def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     """`named` with the name of the option, such as `adamw`, in the place of the class."""
     cls = type(component)
+    if not is_ours(cls):
+        return name_of(cls)
     return named(component, leave_out).replace(cls.__name__, name_of(cls), 1)
