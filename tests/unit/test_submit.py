@@ -70,6 +70,16 @@ def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -
     assert not {"array", "account", "mem"} & directives(preview([job(tmp_path)])).keys()
 
 
+def test_an_array_is_throttled_and_any_other_option_of_sbatch_is_passed_on(tmp_path: Path) -> None:
+    further = {"gres": "gpu:a100:2", "exclude": "a b", "exclusive": True}
+    options = directives(preview([job(tmp_path, at_once=4, sbatch=further)] * 9, tmp_path))
+    assert options["array"] == "0-8%4"
+    assert (options["gres"], options["exclude"], options["exclusive"]) == ("gpu:a100:2", "'a b'", "")
+    for key, sentence in (("nodes", "which Lockstep sets"), ("a\nb", "a long option"), ("x=y", "a long option")):
+        with pytest.raises(InputError, match=sentence):
+            preview([job(tmp_path, sbatch={key: "1"})])
+
+
 def test_a_submission_that_slurm_refuses_leaves_only_what_was_there(tmp_path: Path, programs: Programs) -> None:
     programs(sbatch="echo 'first line' >&2; echo 'no such partition' >&2; exit 1")
     mine, bare, root = tmp_path / "mine", tmp_path / "bare", tmp_path / "a" / "runs"
@@ -122,7 +132,8 @@ def submitted(monkeypatch: pytest.MonkeyPatch, run: Path | None, *words: str, **
     called = Invocation(overrides=words, sweep=False, folder=None, hydra="", own_words=words)
     word_fields: dict[str, Any] = {"invocation": called, "overrides": words, "typed": words}
     resume = Resume(composed=values, values=values, run=run, folder=run, may_fetch=True, **word_fields)
-    return submission(resume, Slurm(setup=values.pop("setup", [])), Lock())
+    options = {key: values.pop(key) for key in ("setup", "sbatch", "gpus") if key in values}
+    return submission(resume, Slurm(**options), Lock())
 
 
 def test_a_submitted_command_continues_what_its_line_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,6 +154,20 @@ def test_lines_of_shell_come_from_the_present_command_alone(monkeypatch: pytest.
     for words, setup in (((), ["touch mark"]), ((typed,), ["module load cuda", "touch mark"])):
         with pytest.raises(InputError, match=r"launcher\.setup is .*, but lines of shell come from the command line"):
             submitted(monkeypatch, None, *words, setup=setup)
+
+
+def test_options_of_sbatch_come_from_the_present_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = 'launcher.sbatch={gres: "gpu:2"}'
+    assert submitted(monkeypatch, None, typed, sbatch={"gres": "gpu:2"}).launcher.sbatch == {"gres": "gpu:2"}
+    with pytest.raises(InputError, match=r"launcher\.sbatch is .*, but lines of shell come from the command line"):
+        submitted(monkeypatch, None, sbatch={"gres": "gpu:2"})
+
+
+def test_a_job_asks_for_the_cores_of_its_ranks_and_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for workers, gpus, cpus in ((3, 4, 16), (0, 4, 4), (2, None, 3), ("auto", 4, None)):
+        loader = {**composed("loader=streaming")["loader"], "workers": workers}
+        asked = submitted(monkeypatch, None, gpus=gpus, loader=loader)
+        assert asked.launcher.cpus == cpus
 
 
 @pytest.fixture

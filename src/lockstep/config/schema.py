@@ -211,7 +211,7 @@ class Job:
     precision: Precision = _group()
     launcher: Launcher = _group(
         Role.rounding,
-        place="account dry_run node_rank partition qos rendezvous setup",
+        place="account at_once dry_run node_rank partition qos rendezvous sbatch setup",
         limit="memory restarts save_before time timeout",
     )
     optimizer: Optimizer = _group(schedule="bias_lr head_lr lr weight_decay")

@@ -52,7 +52,7 @@ class Resume:
         for key, role, value, default in personal_values(component, prefix):
             typed = [parsed(word) for word in self.invocation.own_words if key_of(word) == key]
             if role == SHELL:  # a function in the override may add to the lines of a file
-                is_own = [list(map(str, lines)) for lines in typed if isinstance(lines, list)].count(value) > 0
+                is_own = value in [[*map(str, lines)] if isinstance(lines, list) else lines for lines in typed]
             else:
                 is_own = bool(typed) or self.own is None or self.own.get(key) == value
             places = [str(self.run), self.values["output_root"]] if self.run else []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,10 @@ def submission(resume: Resume, launcher: Slurm, lock: Lock) -> Submission:
     overrides = [word for word in resume.typed if key_of(word) not in ("launcher.dry_run", "resume")]
     source = resume.run or resume.values["resume"]
     words = [override("resume", source)] if source is not None else []
+    workers = resume.values["loader"].get("workers")
+    if launcher.cpus is None and isinstance(workers, int):
+        ranks = launcher.ranks if isinstance(launcher.ranks, int) else launcher.gpus or 1
+        launcher = replace(launcher, cpus=ranks * (1 + workers))
     return Submission(
         launcher=launcher,
         name=str(resume.values["name"]),
@@ -85,11 +90,12 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
     launcher = first.launcher
     output = root / "slurm-%A_%a.log" if several else folders[0] / "logs" / "slurm-%j.log"
     seconds = {key: plan.seconds(f"launcher.{key}", getattr(launcher, key)) for key in ("time", "save_before")}
+    at_once = f"%{launcher.at_once}" if launcher.at_once is not None else ""
     options = {
         "job-name": first.name,
         "output": str(output.parent).replace("%", "%%") + f"/{output.name}",
         "open-mode": "append",  # the job continues after it was queued again
-        "array": f"0-{len(submissions) - 1}" if several else None,
+        "array": f"0-{len(submissions) - 1}{at_once}" if several else None,
         "nodes": launcher.nodes,
         "ntasks-per-node": 1,
         "time": math.ceil(seconds["time"] / 60),
@@ -99,6 +105,14 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
         "mem": f"{launcher.memory}G" if launcher.memory is not None else None,
         **{key: getattr(launcher, key) for key in ("partition", "account", "qos", "constraint")},
     }
+    for key in launcher.sbatch:
+        if key in options or not re.fullmatch(r"[a-z][a-z-]*", key):
+            own = f", which Lockstep sets: see {shown('lockstep train launcher=slurm --help')}" * (key in options)
+            raise InputError(
+                f"launcher.sbatch has {shown(key)}{own}; expected a long option of sbatch: "
+                "'launcher.sbatch={gres: \"gpu:2\"}'"
+            )
+    options |= launcher.sbatch
     # Since SLURM 22.05, srun does not take the cores per task from the script.
     srun = ["srun", "--unbuffered", *([f"--cpus-per-task={launcher.cpus}"] if launcher.cpus is not None else [])]
     srun += [sys.executable, "-m", f"{__package__}.slurm_task"]
@@ -111,7 +125,7 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
         commands = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None),
+        *(_directive(key, value) for key, value in options.items() if value is not None),
         "#SBATCH --requeue",
         # A job must not import from the folder in which it was submitted, which can be somebody else's run folder.
         "export PYTHONSAFEPATH=1",
@@ -122,6 +136,11 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
         if not is_one_line(line):
             raise InputError(f"launcher=slurm: the line {shown(line)} has a control character; remove it")
     return "\n".join([*lines, ""])
+
+
+def _directive(key: str, value: object) -> str:
+    """A line for sbatch; an option without a value has the value true."""
+    return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
 
 
 def preview(submissions: Sequence[Submission], folder: Path | None = None) -> str:

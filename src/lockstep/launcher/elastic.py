@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from lockstep.config.options import option
 from lockstep.core import launch_env, log, plan
 from lockstep.core.errors import InputError, RankFailed, Stopped, reason_of
-from lockstep.core.fields import SHELL, TEXT, TIME_CHECK, Check, personal, ranged, ruled
+from lockstep.core.fields import SHELL, TEXT, TIME_CHECK, Check, mapping, personal, ranged, ruled
 from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run_dir import RunDir
@@ -205,7 +205,8 @@ class Slurm(Spawn):
     restarts: int = ranged(0, least=0, most=1_000_000)
     nodes: int = ranged(1, least=1, most=MOST_NODES)  # machines of the job, each with `launcher.ranks` processes
     gpus: int | None = ranged(None, least=0, most=1024)  # GPUs of each machine
-    cpus: int | None = ranged(None, least=1, most=65_536)  # cores of each machine
+    # cores of each machine; null: one for each rank and each of its `loader.workers`, if that is a number
+    cpus: int | None = ranged(None, least=1, most=65_536)
     memory: int | None = ranged(None, least=1, most=1_000_000)  # memory of each machine, in GB
     # time limit of the job, in whole minutes. A run that needs longer is saved and queued again
     time: str = ruled("1h", TIME_CHECK)
@@ -215,6 +216,9 @@ class Slurm(Spawn):
     account: str | None = ruled(None, TEXT)  # passed to `sbatch`
     qos: str | None = ruled(None, TEXT)  # passed to `sbatch`
     constraint: str | None = ruled(None, TEXT)  # passed to `sbatch`
+    at_once: int | None = ranged(None, least=1, most=65_536)  # jobs of a sweep's array that run at a time; null: all
+    # further options of `sbatch`, e.g. `{gres: "gpu:a100:2", exclude: node7}`; only the command line can set them
+    sbatch: dict[str, Any] = personal(mapping(most=1e9), SHELL)
     # shell commands to run before the job; only the command line can set them
     setup: list[str] = personal(ruled([], TEXT), SHELL)
     dry_run: bool = False  # show the script and submit nothing
