@@ -1,5 +1,6 @@
 """A Dataset of torch as a data set: its images, its targets, its cuts, and what is said of one that does not fit."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset
+from torchvision import datasets
 from torchvision.transforms.functional import to_tensor
 
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets.items import DatasetOption, pixels_of
+from lockstep.data.datasets.of_torchvision import TORCHVISION_SPLITS, Torchvision
 
 SIDE, NUMBER = 6, 12
 IMAGES = np.random.default_rng(0).integers(0, 256, (NUMBER, SIDE, SIDE, 3), dtype=np.uint8)
@@ -47,7 +50,7 @@ def option(
             return test
 
     Own.names = names  # type: ignore[assignment, method-assign]
-    return Own(**{"targets": "classes", "fit": "crop", "crop": 1.0, "input_size": None} | fields)
+    return Own(**{"decode_size": None, "targets": "classes", "fit": "crop", "crop": 1.0, "input_size": None} | fields)
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {
@@ -138,6 +141,11 @@ def test_images_of_several_sizes_need_one_size() -> None:
     with pytest.raises(InputError, match=r"3 channels of 2x2, expected 3 of 6x6.*dataset.decode_size=N"):
         option(broken("small"), Photos()).train().fetch([4])
     assert option(broken("small"), Photos(), decode_size=4).train().fetch([4, 5]).shape == (2, 3, 4, 4)
+
+
+def test_items_keep_their_one_size_and_photographs_get_the_usual_one() -> None:
+    for train, size in ((Photos(), None), (broken("small"), "auto")):
+        assert option(train, Photos(), decode_size="auto").located().decode_size == size
 
 
 def test_a_dataset_without_an_index_or_an_end_or_items_is_refused() -> None:
@@ -252,3 +260,34 @@ def test_other_pixels_are_another_data_set(tmp_path: Path) -> None:
 
 def test_a_crop_of_the_file_is_a_crop_of_the_item() -> None:
     assert option(Photos(), Photos(), decode_size=4, crop_from="file").changes
+
+
+@pytest.mark.parametrize("name", TORCHVISION_SPLITS)
+def test_each_data_set_of_torchvision_takes_its_splits_and_says_how_it_is_fetched(name: str, tmp_path: Path) -> None:
+    taken = inspect.signature(getattr(datasets, name)).parameters
+    for value in TORCHVISION_SPLITS[name]:
+        assert value is None or ("train" if isinstance(value, bool) else "split") in taken
+    with pytest.raises(InputError, match=rf"data_root: {name} cannot be read from .*download=True"):
+        Torchvision(name=name, root=str(tmp_path)).train_dataset()
+
+
+def test_data_sets_of_torchvision_are_read_by_name(tmp_path: Path) -> None:
+    for number, path in enumerate(("train/AD", "train/AE", "valid/AD", "valid/AE", "test/AD", "test/AE")):
+        folder = tmp_path / "country211" / path
+        folder.mkdir(parents=True)
+        Image.fromarray(IMAGES[number]).resize((6 + number, 6)).save(folder / "photo.png")
+    own = {"root": str(tmp_path), "targets": "classes", "fit": "crop", "crop": 1.0, "input_size": None}
+    source = Torchvision(name="Country211", **own).located()
+    assert (source.decode_size, source.class_names) == ("auto", ("AD", "AE"))
+    assert [split.labels.tolist() for split in (source.train(), source.eval(), source.test())] == [[0, 1]] * 3  # type: ignore[union-attr]
+    for name in "AnnualCrop", "Forest":
+        folder = tmp_path / "eurosat" / "2750" / name
+        folder.mkdir(parents=True)
+        for number in range(4):
+            Image.fromarray(IMAGES[number]).save(folder / f"{number}.png")
+    with pytest.raises(InputError, match=r"no Dataset to evaluate.*dataset.val_share"):
+        Torchvision(name="EuroSAT", **own).train()
+    cut = Torchvision(name="EuroSAT", val_share=0.25, **own).located()
+    assert (cut.decode_size, len(cut.train()), len(cut.eval()), cut.test()) == (None, 6, 2, None)
+    with pytest.raises(InputError, match=r"dataset.name is Flowers, expected .* Did you mean 'Flowers102'"):
+        Torchvision(name="Flowers", **own).train()

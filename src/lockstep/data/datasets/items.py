@@ -5,7 +5,7 @@ import inspect
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,12 +16,13 @@ from torch.utils.data import IterableDataset, Subset
 
 from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import BrokenImage, InputError, StorageError, escaped
-from lockstep.core.fields import choice, pixels, ranged, sides
+from lockstep.core.fields import choice, pixels, ranged
 from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.decode import ARRAY_TO_8_BITS, GREY, RGB, ImageFile, Pixels
 from lockstep.data.datasets.files import FileSource, FileSplit
 from lockstep.data.datasets.listing import Files, as_names
+from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.targets import as_targets, names_of, target_of
 
 # The names of an image and of its target, in items that are mappings and as attributes of a Dataset.
@@ -110,6 +111,7 @@ class Items:
     Fields:
         sampled: the targets of the sample, by index.
         shape: (height, width, channels) of the first image that can be used.
+        alike: whether the images of the sample have one size.
         digest: a hash of the sample's pixels; empty if reading them again gave others.
     """
 
@@ -117,6 +119,7 @@ class Items:
     split: str
     sampled: Mapping[int, Any]
     shape: tuple[int, int, int]
+    alike: bool
     digest: str
 
     @classmethod
@@ -138,7 +141,8 @@ class Items:
         same = all(np.array_equal(image, images[at]) for at, image in again.items())
         digest = hashlib.sha256(b"".join(image.tobytes() for image in images.values())).hexdigest()[:16]
         height, width, channels = next(iter(images.values())).shape
-        return cls(dataset, split, sampled, (height, width, channels), digest if same else "")
+        alike = len({image.shape[:2] for image in images.values()}) == 1
+        return cls(dataset, split, sampled, (height, width, channels), alike, digest if same else "")
 
     def place(self, index: int) -> str:
         return str(DatasetItem(self.dataset, index, self.split))
@@ -176,7 +180,7 @@ class Items:
         )
 
 
-DATASETS: dict[Hashable, dict[str, Items]] = {}  # of a data set, by `FileSource.place`, as `LISTINGS`
+DATASETS: dict[Hashable, dict[str, Items]] = {}  # by `FileSource.place` without targets, as `LISTINGS`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +198,11 @@ class DatasetOption(FileSource):
     """
 
     # size in pixels of a stored image, the side of a square or [height,width]; see `fit`. null: the items have one
-    # size, and keep it
-    decode_size: Any = pixels(None, None)
+    # size, and keep it. `auto`: null if the items of a sample have one size, or else the size for files
+    decode_size: Any = pixels(AUTO, AUTO, None)
     # channels of an image; grey ones become RGB with 3, and colours grey with 1. null: those of the first item
-    channels: int | None = ranged(None, least=1, most=MOST_CHANNELS)  # type: ignore[assignment]
-    targets: str = choice("auto", "auto", *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
+    channels: Any = ranged(None, least=1, most=MOST_CHANNELS)
+    targets: str = choice(AUTO, AUTO, *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
 
     part: ClassVar[str] = "split"
     test_split: ClassVar[None] = None  # see `FileSource`
@@ -222,17 +226,28 @@ class DatasetOption(FileSource):
 
     @property
     def changes(self) -> bool:
-        self.listings()
-        return self.crops_files or not DATASETS[self.place]["train"].digest
+        return self.crops_files or not self._items()["train"].digest
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        self.listings()
-        height, width, channels = DATASETS[self.place]["train"].shape
-        size = (height, width) if self.decode_size is None else sides(self.decode_size)
-        return (self.channels or channels, *size)
+        height, width, channels = self._items()["train"].shape
+        if self.decode_size is not None:
+            _, height, width = super().image_shape
+        return (self.channels or channels, height, width)
 
-    def list_files(self) -> dict[str, Files]:
+    def located(self) -> Self:
+        splits = self._items().values() if self.decode_size == AUTO else ()
+        one_size = all(items.alike for items in splits) and len({items.shape[:2] for items in splits}) == 1
+        return replace(self, decode_size=None) if one_size else self
+
+    def _items(self) -> dict[str, Items]:
+        """The Datasets of the splits, made and sampled once in a process. Raises InputError."""
+        place = replace(self, targets=AUTO).place
+        if place not in DATASETS:
+            DATASETS[place] = self._sampled()
+        return DATASETS[place]
+
+    def _sampled(self) -> dict[str, Items]:
         train, val, test = self.train_dataset(), self.val_dataset(), self.test_dataset()
         if self.is_cut:
             val, test = None, val if test is None else test
@@ -242,9 +257,11 @@ class DatasetOption(FileSource):
                 "class with dataset.val_share=0.1"
             )
         datasets = zip(SPLIT_NAMES, (train, val, test), strict=True)
-        splits = {name: Items.of(items, name) for name, items in datasets if name == "train" or items is not None}
-        DATASETS[self.place] = splits
-        names = tuple(map(str, self.names)) or _names_in(train)
+        return {name: Items.of(items, name) for name, items in datasets if name == "train" or items is not None}
+
+    def list_files(self) -> dict[str, Files]:
+        splits = self._items()
+        names = tuple(map(str, self.names)) or _names_in(splits["train"].dataset)
         targets = {name: items.targets(self.targets, names) for name, items in splits.items()}
         if not names:
             column = self.targets.removesuffix("s")
