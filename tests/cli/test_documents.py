@@ -249,12 +249,14 @@ def test_a_command_of_the_documents_works(documented: Command, checkout: Path, t
 
 
 def write_project(folder: Path) -> None:
-    """The project of docs/extending.md in `folder`, with every Python block of it in the file that it names."""
+    """The project of docs/extending.md in `folder`, with every block of Python or YAML in the file that it names."""
     if (folder / "mine").exists():
         return
     assert typed("lockstep new mine", folder).code == 0
-    for block in re.findall(r"^```python\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL):
-        (folder / "mine" / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+    for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL):
+        file = folder / "mine" / block.partition("\n")[0].removeprefix("# ")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(block)
 
 
 def assert_serves(text: str, folder: Path) -> None:

@@ -166,8 +166,8 @@ def test_options_of_sbatch_come_from_the_present_command_alone(monkeypatch: pyte
 def test_a_job_asks_for_the_cores_of_its_ranks_and_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for workers, gpus, cpus in ((3, 4, 16), (0, 4, 4), (2, None, 3), ("auto", 4, None)):
         loader = {**composed("loader=streaming")["loader"], "workers": workers}
-        asked = submitted(monkeypatch, None, gpus=gpus, loader=loader)
-        assert asked.launcher.cpus == cpus
+        waiting = submitted(monkeypatch, None, gpus=gpus, loader=loader)
+        assert waiting.launcher.cpus == cpus
 
 
 @pytest.fixture
