@@ -121,6 +121,14 @@ def _groups(model: nn.Module) -> dict[str, int | str]:
     return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}
 
 
+def how_to_group(model: nn.Module) -> str:
+    """What a network of the user's lacks for a job that needs to know its layers."""
+    return (
+        f"define group_matcher(self, coarse) in {type(model).__name__}, which returns regular expressions of layers "
+        r'in their order, such as {"stem": r"stem", "blocks": r"blocks\.(\d+)"}'
+    )
+
+
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
     """The buffers of a new model that are infinite by design, such as the bounds of a clamp that limits nothing."""
     return frozenset(name for name, tensor in model.named_buffers() if bool(tensor.isinf().any()))

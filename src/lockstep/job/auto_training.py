@@ -14,6 +14,7 @@ from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.sizes import AUTO
+from lockstep.optim.optimizers import OptimizerOption
 from lockstep.training.network import BACKBONE
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -84,7 +85,10 @@ def _has_weights(job: Job, resumed: Path | None) -> bool:
 
 
 def notes(job: Job, resolved: Job, images: int) -> list[str]:
-    """What was chosen in a job for its images and its weights, as overrides; and why its weights are the ones."""
+    """What was chosen in a job for its images and its weights, as overrides; and why its weights are the ones.
+
+    So is a learning rate that the optimizer does not choose itself.
+    """
     chosen: dict[str, object] = {}
     if (share := resolved.dataset.val_share) != job.dataset.val_share:
         chosen["dataset.val_share"] = share
@@ -96,6 +100,12 @@ def notes(job: Job, resolved: Job, images: int) -> list[str]:
             chosen[f"train.{name}"] = f"[{','.join(value)}]" if name == "freeze" else value
     words = " ".join(f"{key}={value}" for key, value in chosen.items())
     lines = [_about_weights(job, trained=resolved.starts_trained)] * (job.model.pretrained == AUTO)
+    optimizer = type(job.optimizer)
+    if job.optimizer.lr == AUTO and getattr(optimizer, "usual", None) is OptimizerOption.usual:
+        lines.append(
+            f"optimizer.lr is {resolved.optimizer.lr:.3g}, which is usual for Adam, because {optimizer.__name__} has "
+            "no usual rate; use optimizer.lr=NUMBER, or define usual in it"
+        )
     return lines + [f"chosen for {images:,} images: {words}"] * bool(words)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import TEXT, mapping, ranged, ruled
-from lockstep.core.model import UpdateScope, head_parameters, is_sharded
+from lockstep.core.model import UpdateScope, head_parameters, how_to_group, is_sharded
 from lockstep.core.protocols import Optimizer
 from lockstep.optim.fused import fused, with_lookahead
 
@@ -74,7 +74,7 @@ class OptimizerOption(Optimizer):
 
     @property
     def usual(self) -> UsualRate:
-        """The rate that `lr=auto` starts from."""
+        """The rate that `lr=auto` starts from. A class without one has Adam's, and a run says so at its start."""
         return OF_ADAM
 
     @property
@@ -113,7 +113,7 @@ class OptimizerOption(Optimizer):
         if inner and self.layer_decay < 1 and len({*scales.values()}) == 1:
             raise InputError(
                 f"optimizer.layer_decay is {self.layer_decay}, but the layers of this model are not known; "
-                "use optimizer.layer_decay=null, or a model of timm"
+                f"use optimizer.layer_decay=null, or a model of timm, or {how_to_group(model)}"
             )
         return scales
 
@@ -189,6 +189,10 @@ class Adam(OptimizerOption):
     scope: ClassVar[UpdateScope] = UpdateScope.element
     recordable: ClassVar[bool] = True
     original: ClassVar[Any] = torch.optim.Adam
+
+    @property
+    def usual(self) -> UsualRate:
+        return OF_ADAM
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config.options import option
+from lockstep.config.options import is_ours, option
 from lockstep.core.errors import InputError
 from lockstep.core.model import UpdateScope, has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import NO_CONTEXT, Optimizer, Precision, Strategy
 from lockstep.core.world import World
 
-# What a rank steps under a strategy of this `widest` scope, and the optimizers that look at no more.
+# What a rank steps under a strategy of this `widest` scope, the optimizers that look at no more, and at what.
 STEPPED = {
-    UpdateScope.element: ("a part of each parameter", "adamw, adam or sgd"),
-    UpdateScope.parameter: ("some of the parameters", "adamw, adam, sgd or muon"),
+    UpdateScope.element: ("a part of each parameter", "adamw, adam or sgd", "a number"),
+    UpdateScope.parameter: ("some of the parameters", "adamw, adam, sgd or muon", "a parameter"),
 }
 
 
@@ -43,10 +43,16 @@ class Single(Strategy):
         name, scope = type(self).__name__.lower(), optimizer.scope
         if scope > self.widest:
             seen = {UpdateScope.parameter: "whole parameters", UpdateScope.model: "all parameters together"}[scope]
-            cut, others = STEPPED[self.widest]
+            cut, others, needed = STEPPED[self.widest]
+            own, declared = type(optimizer).__name__, ""
+            if not is_ours(type(optimizer)):
+                declared = (
+                    f", or, if {own} updates {needed} by its own gradients alone, write scope = "
+                    f"UpdateScope.{self.widest.name} in it (from lockstep.core.model)"
+                )
             raise InputError(
-                f"optimizer={type(optimizer).__name__.lower()} looks at {seen}, but under strategy={name} a rank has "
-                f"{cut}; use optimizer={others}, or strategy=ddp"
+                f"optimizer={own.lower()} looks at {seen}, but under strategy={name} a rank has {cut}; use "
+                f"optimizer={others}, or strategy=ddp{declared}"
             )
         if precision.needs_loss_scaler and self.no_scaler:
             raise InputError(

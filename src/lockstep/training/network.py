@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.model import BatchNorm, blocks, head_layers, within
+from lockstep.core.model import BatchNorm, blocks, head_layers, how_to_group, within
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
@@ -138,7 +138,8 @@ def recompute_blocks(model: nn.Module) -> None:
     recomputed = [*blocks(model, large=math.inf)]  # a single layer has nothing to compute again
     if len(recomputed) < 2:
         raise InputError(
-            "model.grad_checkpointing is true, but this model has no blocks of layers to compute again; remove it"
+            "model.grad_checkpointing is true, but this model has no blocks of layers to compute again; remove it, "
+            f"or put its layers into modules, and {how_to_group(model)}"
         )
     for block in recomputed:
         original = type(block)

@@ -1,0 +1,102 @@
+"""What a network or an optimizer of a user's own says of itself, and what is said where it does not."""
+
+import re
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers import built, resolved
+from lockstep.core.errors import InputError
+from lockstep.core.model import UpdateScope, blocks, head_parameters
+from lockstep.job import auto_training
+from lockstep.job.resolve import resolve
+from lockstep.optim import SGD, AdamW, Muon, Timm
+from lockstep.optim.optimizers import OptimizerOption, UsualRate
+from lockstep.strategy import DDP, FSDP, Pipeline, ZeRO
+from lockstep.strategy.base import Single
+from lockstep.training.network import frozen_names, recompute_blocks
+
+
+class Bare(nn.Module):
+    """A network in one module, with a head that is not its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.position = nn.Parameter(torch.zeros(4, 4))
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)))
+
+    def forward(self, images: Tensor) -> Any:
+        return self.head(self.body(images + self.position).mean(1))
+
+
+class Described(Bare):
+    pretrained_cfg: ClassVar[dict[str, str]] = {"classifier": "head"}
+
+    def group_matcher(self, coarse: bool) -> dict[str, str]:
+        return {"stem": r"position", "blocks": r"body\.(\d+)"}
+
+    def no_weight_decay(self) -> set[str]:
+        return {"position"}
+
+
+def test_the_groups_of_a_network_are_its_layers_wherever_layers_are_needed() -> None:
+    model = Described()
+    groups = AdamW(layer_decay=0.5, weight_decay=0.1).groups(model)
+    scales = {id(weight): group["scale"] for group in groups for weight in group["params"]}
+    layers = [model.position, model.body[0][0].weight, model.body[1][2].bias, model.head.weight]
+    assert [scales[id(layer)] for layer in layers] == [0.125, 0.25, 0.5, 1.0]
+    assert [group["weight_decay"] for group in groups if group["scale"] == 0.125] == [0]
+    assert [*blocks(model)] == [*model.body]
+    assert head_parameters(model) == ("head.weight", "head.bias")
+    assert not any(name.startswith("head") for name in frozen_names(model, ["backbone"]))
+    recompute_blocks(model)
+    model(torch.ones(3, 4, 4)).sum().backward()
+
+
+def test_a_network_without_groups_is_told_which_method_to_define() -> None:
+    says = r"define group_matcher\(self, coarse\) in Bare, .*\"blocks\": r\"blocks"
+    with pytest.raises(InputError, match=says):
+        AdamW(layer_decay=0.5).groups(Bare())
+    with pytest.raises(InputError, match=says):
+        recompute_blocks(Bare())
+
+
+class Undeclared(OptimizerOption):
+    def make(self, groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adamax(groups, lr=self.rate)
+
+
+class Declared(Undeclared):
+    scope = UpdateScope.element
+    usual = UsualRate(lr=2e-3, batch=50, power=1)
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), ZeRO(), Pipeline()])
+def test_an_optimizer_without_a_scope_is_told_what_to_write(strategy: Single) -> None:
+    precision = resolved().precision
+    needed = {UpdateScope.element: "a number", UpdateScope.parameter: "a parameter"}[strategy.widest]
+    says = f"if Undeclared updates {needed} by its own gradients alone, write scope = "
+    says += f"UpdateScope.{strategy.widest.name} in it"
+    with pytest.raises(InputError, match=re.escape(says)):
+        strategy.check_parts(Undeclared(), precision, 4)
+    strategy.check_parts(Declared(), precision, 4)
+    DDP().check_parts(Undeclared(), precision, 4)
+    if strategy.widest == UpdateScope.element:
+        with pytest.raises(InputError, match=r"use optimizer=adamw, adam or sgd, or strategy=ddp$"):
+            strategy.check_parts(Muon(), precision, 4)
+
+
+@pytest.mark.parametrize("lr", ["auto", 0.1])
+def test_only_a_rate_that_nobody_chose_is_explained(lr: float | str) -> None:
+    def notes(cls: type[OptimizerOption]) -> list[str]:
+        composed = replace(built("batch=100"), optimizer=cls(lr=lr))
+        return auto_training.notes(composed, resolve(composed, sweep=False), 1000)
+
+    says = "optimizer.lr is 0.00125, which is usual for Adam, because Undeclared has no usual rate; use"
+    assert [note[: len(says)] for note in notes(Undeclared)] == [says] * (lr == "auto")
+    assert not any(map(notes, (Declared, SGD, AdamW, Muon, Timm, type("Mine", (AdamW,), {}))))
+    assert Declared().at_batch(100, trained=False).lr == pytest.approx(4e-3)
