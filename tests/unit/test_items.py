@@ -264,9 +264,9 @@ def test_a_crop_of_the_file_is_a_crop_of_the_item() -> None:
 
 @pytest.mark.parametrize("name", TORCHVISION_SPLITS)
 def test_each_data_set_of_torchvision_takes_its_splits_and_says_how_it_is_fetched(name: str, tmp_path: Path) -> None:
-    taken = inspect.signature(getattr(datasets, name)).parameters
+    parameters = inspect.signature(getattr(datasets, name)).parameters
     for value in TORCHVISION_SPLITS[name]:
-        assert value is None or ("train" if isinstance(value, bool) else "split") in taken
+        assert value is None or ("train" if isinstance(value, bool) else "split") in parameters
     with pytest.raises(InputError, match=rf"data_root: {name} cannot be read from .*download=True"):
         Torchvision(name=name, root=str(tmp_path)).train_dataset()
 
