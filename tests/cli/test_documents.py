@@ -254,7 +254,7 @@ def write_project(folder: Path) -> None:
         return
     assert typed("lockstep new mine", folder).code == 0
     for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL):
-        file = folder / "mine" / block.partition("\n")[0].removeprefix("# ")
+        file = folder / "mine" / re.findall(r"^# (\S+\.(?:py|yaml))$", block, re.MULTILINE)[0]
         file.parent.mkdir(exist_ok=True)
         file.write_text(block)
 
