@@ -100,11 +100,11 @@ def notes(job: Job, resolved: Job, images: int) -> list[str]:
             chosen[f"train.{name}"] = f"[{','.join(value)}]" if name == "freeze" else value
     words = " ".join(f"{key}={value}" for key, value in chosen.items())
     lines = [_about_weights(job, trained=resolved.starts_trained)] * (job.model.pretrained == AUTO)
-    optimizer = type(job.optimizer)
-    if job.optimizer.lr == AUTO and getattr(optimizer, "usual", None) is OptimizerOption.usual:
+    optimizer = job.optimizer
+    if isinstance(optimizer, OptimizerOption) and optimizer.lr == AUTO and not optimizer.says_usual:
         lines.append(
-            f"optimizer.lr is {resolved.optimizer.lr:.3g}, which is usual for Adam, because {optimizer.__name__} has "
-            "no usual rate; use optimizer.lr=NUMBER, or define usual in it"
+            f"optimizer.lr is {resolved.optimizer.lr:.3g}, which is usual for Adam, because "
+            f"{type(optimizer).__name__} has no usual rate; use optimizer.lr=NUMBER, or define usual in it"
         )
     return lines + [f"chosen for {images:,} images: {words}"] * bool(words)
 

@@ -78,6 +78,11 @@ class OptimizerOption(Optimizer):
         return OF_ADAM
 
     @property
+    def says_usual(self) -> bool:
+        """Whether its class, or the algorithm that it derives from, has a usual rate of its own."""
+        return type(self).usual is not OptimizerOption.usual
+
+    @property
     def rate(self) -> float:
         """`lr` as a number; for `auto`, the usual rate for its own batch."""
         return self.usual.lr if isinstance(self.lr, str) else float(self.lr)
