@@ -18,6 +18,7 @@ import lockstep
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = (".md", ".ipynb")
+EXAMPLES = "docs/examples/README"  # this document has the files of its folder behind it
 # The documents in the order of the navigation. The first part also has those that are not named here.
 PARTS = {
     "Start": ("docs/quickstart", "docs/before", "docs/fine_tuning", "docs/use"),
@@ -84,7 +85,15 @@ def cells(notebook: str) -> Iterator[str]:
         yield f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
 
 
+def listings(folder: Path) -> Iterator[str]:
+    """The files of the projects in a folder as Markdown."""
+    for path in sorted(path for suffix in ("py", "yaml") for path in folder.rglob(f"*.{suffix}")):
+        yield f"### {path.relative_to(folder)}\n\n```{path.suffix[1:].replace('py', 'python')}\n{path.read_text()}```"
+
+
 def read_source(app: Sphinx, name: str, source: list[str]) -> None:
+    if name == EXAMPLES:
+        source[0] = "\n\n".join([source[0], "## The files", *listings((ROOT / name).parent)])
     if name == root_doc:
         source[0] += "\n\n" + "\n".join(navigation())
     elif app.env.doc2path(name).suffix == ".ipynb":

@@ -36,6 +36,7 @@ DOCUMENTS = (
     "docs/data.md",
     *sorted(f"docs/course/{path.name}" for path in (ROOT / "docs" / "course").glob("*.md")),
     "docs/distributed.md",
+    "docs/examples/README.md",
     "docs/extending.md",
     "docs/fine_tuning.md",
     "docs/performance.md",
@@ -176,7 +177,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     # test_course.py runs them, and the photos are there before the first command.
     is_a_script: (
         *(f"python docs/course/{path.name}" for path in (ROOT / "docs" / "course").glob("pitfall_*.py")),
-        *("python docs/photos.py", "python docs/digits.py", "python docs/course/figures.py"),
+        *("python docs/photos.py", "python docs/digits.py", "python docs/scans.py", "python docs/course/figures.py"),
         "python docs/photos.py bands 5",
     ),
     # The environment is not installed here; test_course.py types the second, and test_slurm.py the third.
@@ -191,13 +192,13 @@ ELSEWHERE = {text: check for check, texts in CHECKS.items() for text in texts}
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything of this one but its outputs and data, and some photos and digits."""
+    """A folder with everything of this one but its outputs and data, and some photos, digits and scans."""
     folder = tmp_path_factory.mktemp("checkout")
-    for script, *arguments in (("photos.py",), ("photos.py", "bands", "5"), ("digits.py",)):
+    for script, *arguments in (("photos.py",), ("photos.py", "bands", "5"), ("digits.py",), ("scans.py",)):
         done = forked(str(ROOT / "docs" / script), *arguments, cwd=folder)
         assert done.code == 0, done.err
     (folder / "flowers").symlink_to(folder / "photos" / "train")
-    for name in ("train.py", "conf", "src", "pyproject.toml"):
+    for name in ("train.py", "conf", "src", "docs", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -207,7 +208,7 @@ def typed(text: str, folder: Path) -> Done:
 
     Where it would do no more than start one of ours, that is a copy of an interpreter that has imported torch.
     """
-    if ours := re.match(r"(?:cd (\w+) && )?(python \w+\.py\b[^$|<>;&*]*|lockstep\b[^$|<>;&*]*)$", text):
+    if ours := re.match(r"(?:cd (\w+) && )?(python [\w/]+\.py\b[^$|<>;&*]*|lockstep\b[^$|<>;&*]*)$", text):
         return forked(*shlex.split(ours[2].removeprefix("python ")), cwd=folder / (ours[1] or "."))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return command("bash", "-euo", "pipefail", "-c", text, cwd=folder, PATH=path, OMP_WAIT_POLICY="passive")

@@ -221,7 +221,7 @@ class DatasetOption(FileSource):
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the classes, labels or values. Empty: those of the Dataset, or else by the targets."""
+        """The names of the classes, labels or values; without them, the Dataset's, or else names by the targets."""
         return ()
 
     @property
