@@ -61,6 +61,46 @@ class Failing(ScansOption):
                 return super().__getitem__(index)
 
         return Fails(range(self.patients))
+
+
+@lockstep.option("dataset")
+class Drawing(ScansOption):
+    def train_dataset(self):
+        class Draws(Scans):
+            def __getitem__(self, index):
+                import torch
+                torch.rand(3)
+                return super().__getitem__(index)
+
+        return Draws(range(self.patients))
+
+
+class Sums(Scans):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image, self.form(image, target)
+
+
+class SumsOption(DatasetOption):
+    def train_dataset(self, first=0):
+        sums = Sums(range(first, first + 10))
+        sums.form = self.form
+        return sums
+
+    def val_dataset(self):
+        return self.train_dataset(first=10)
+
+
+@lockstep.option("dataset")
+class Graded(SumsOption):
+    def form(self, image, target):
+        return float(image.mean())
+
+
+@lockstep.option("dataset")
+class Marked(SumsOption):
+    def form(self, image, target):
+        return np.array([target, 1 - target])
 '''
 JOB = ("model=basicnet", "batch=40", "epochs=4", "precision=fp64", "device=cpu", "optimizer=sgd", "optimizer.lr=0.05")
 
@@ -128,3 +168,14 @@ def test_an_item_that_raises_ends_the_run_with_its_line_and_can_be_skipped(proje
     assert re.search(sentence, done.err)
     assert "Traceback" not in done.err
     train(project, "skipping", "dataset=failing", "dataset.skip=1")
+
+
+def test_items_that_draw_from_torchs_generator_leave_the_initial_weights_as_they_are(project: Path) -> None:
+    for name in ("scans", "drawing"):
+        train(project, f"from-{name}", f"dataset={name}", "epochs=1")
+    assert largest_difference(project, "from-scans", "from-drawing") == 0
+
+
+@pytest.mark.parametrize(("dataset", "task"), [("graded", "regression"), ("marked", "multilabel")])
+def test_a_dataset_has_the_targets_of_the_task(project: Path, dataset: str, task: str) -> None:
+    train(project, f"as-{task}", f"dataset={dataset}", f"task={task}", "epochs=1")

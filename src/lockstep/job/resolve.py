@@ -45,7 +45,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     job = by_images(by_weights(job, resumed))
     trained = _trained_input(job, resumed)
-    dataset = with_targets(with_sizes(_with_absolute_paths(job.dataset).located(), trained), job.task.targets)
+    dataset = with_sizes(with_targets(_with_absolute_paths(job.dataset).located(), job.task.targets), trained)
     job = replace(job, dataset=dataset)
     strategy, metrics = _strategy(job), components.metrics_of(job.task, job.metric)
     ranks = _ranks(job.launcher, strategy, gpus, device)

@@ -70,6 +70,7 @@ def run(
     configure_torch(job, world)
 
     job, data = build_data(job, world)
+    torch.manual_seed(job.seed)  # the items of a data set may have drawn numbers
     card = card_of(job, {package: code.facts["sha256"] for package, code in record.user_code(job).items()})
     loss = train_state.build_loss(job, data.train.labels, world, skip=data.skip)
     task = job.task.ready(card, world.device)
@@ -303,9 +304,9 @@ class Parts(TrainStep):
 def build_parts(job: ResolvedJob) -> Parts:
     """The parts of a resolved job. Raises InputError: the data or the model do not fit."""
     world = World.solo("cuda:0" if job.device == "cuda" else job.device)
-    torch.manual_seed(job.seed)
     job.precision.configure()
     job, data = build_data(job, world)
+    torch.manual_seed(job.seed)  # the items of a data set may have drawn numbers
     state = train_state.build_state(job, world, data.plan, lambda number: data.normalised(number, world))
     return Parts(
         job=job,
