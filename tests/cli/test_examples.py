@@ -49,8 +49,8 @@ def projects() -> list[str]:
 def train(folder: Path, project: str, name: str, *words: str) -> Done:
     callbacks = "lr_finder,kill" if project == "lr_finder" else "kill"
     kills = [f"callback=[{callbacks}]"] if "killed" in name else []
-    given = (*WORDS[project], *JOB, f"hydra.run.dir={name}", *kills, *words)
-    return forked(str(folder / "train.py"), *given, cwd=folder)
+    overrides = (*WORDS[project], *JOB, f"hydra.run.dir={name}", *kills, *words)
+    return forked(str(folder / "train.py"), *overrides, cwd=folder)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ def with_wrong_labels(labels: Tensor, classes: int, share: float) -> Tensor:
     """The labels (n,), about a `share` of which is replaced by another class. The same ones at each call."""
     generator = torch.Generator().manual_seed(0)
     wrong = torch.rand(len(labels), generator=generator) < share
-    others = (labels + torch.randint(1, classes, labels.shape, generator=generator)) % classes
-    return torch.where(wrong, others, labels)
+    another = (labels + torch.randint(1, classes, labels.shape, generator=generator)) % classes
+    return torch.where(wrong, another, labels)
 
 
 @lockstep.option("dataset")
