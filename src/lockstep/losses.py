@@ -182,6 +182,15 @@ def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
     return (targets[:, None] == labels if targets.ndim == 1 else targets).to(logits.dtype)
 
 
+def check_losses(what: str, losses: Tensor, examples: int) -> None:
+    """Raise InputError if there is not a loss for each of so many examples."""
+    if losses.shape != (examples,):
+        raise InputError(
+            f"{what} gives a tensor of shape {(*losses.shape,)} for {examples} examples, expected ({examples},), a "
+            'number for each; a loss of torch.nn does so with reduction="none"'
+        )
+
+
 @dataclass(frozen=True)
 class MaskedLoss:
     """The loss of each example of a micro-batch, where broken images (see `is_broken`) do not count.

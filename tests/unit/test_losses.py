@@ -187,9 +187,9 @@ def test_weights_that_do_not_fit_are_refused(loss: Any, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        (nn.CrossEntropyLoss(), r"shape \(\) for 3 examples, expected \(3,\), .* reduction=\"none\""),
+        (nn.CrossEntropyLoss(), r"shape \(\) for 4 examples, expected \(4,\), .* reduction=\"none\""),
         (nn.Linear(10, 1), "has parameters, which no optimizer trains"),
-        (nn.BCEWithLogitsLoss(reduction="none"), r"shape \(3, 10\) for 3 examples"),  # of mixed images: shares
+        (nn.BCEWithLogitsLoss(reduction="none"), r"shape \(4, 10\) for 4 examples"),  # of mixed images: shares
     ],
 )
 def test_a_loss_without_a_value_per_example_is_refused_before_the_first_step(

@@ -1,23 +1,33 @@
 """What a network or an optimizer of a user's own says of itself, and what is said where it does not."""
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from helpers import built, resolved
+from helpers import FAKE, built, resolved
+from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError
 from lockstep.core.model import UpdateScope, blocks, head_parameters
+from lockstep.core.protocols import Loss
+from lockstep.core.world import World
 from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
+from lockstep.losses import BCE, MSE, CrossEntropy, MaskedLoss
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.optim.optimizers import OptimizerOption, UsualRate
 from lockstep.strategy import DDP, FSDP, Pipeline, ZeRO
 from lockstep.strategy.base import Single
+from lockstep.tasks import Multiclass, Multilabel, Regression
+from lockstep.training import own_losses
 from lockstep.training.network import frozen_names, recompute_blocks
+from lockstep.training.resolved_job import card_of
+from lockstep.training.train_state import build_loss, ready_task
 
 
 class Bare(nn.Module):
@@ -100,3 +110,89 @@ def test_only_a_rate_that_nobody_chose_is_explained(lr: float | str) -> None:
     assert [note[: len(says)] for note in notes(Undeclared)] == [says] * (lr == "auto")
     assert not any(map(notes, (Declared, SGD, AdamW, Muon, Timm, type("Mine", (AdamW,), {}))))
     assert Declared().at_batch(100, trained=False).lr == pytest.approx(4e-3)
+
+
+class Alone(nn.Module):
+    """The squared error of the probabilities, and a part that `beside` takes from all logits."""
+
+    def __init__(self, beside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.beside = beside
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.mean += 0.1 * (logits.detach().mean() - self.mean)  # what a loss counts is not from the trial
+        return F.cross_entropy(logits, targets, reduction="none") + self.beside(logits)
+
+
+def contrast(features: Tensor) -> Tensor:
+    """How unlike the others an example is (van den Oord et al. 2018)."""
+    alike = F.normalize(features, dim=1) @ F.normalize(features, dim=1).T
+    return -F.log_softmax(alike / 0.5, 1).diagonal()
+
+
+BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "contrast": contrast,
+    "a sum over the batch": lambda logits: 0.05 * logits.var(0).sum().expand(len(logits)),
+    "a share of the batch": lambda logits: logits.square().sum(1) / len(logits),
+    "the order": lambda logits: logits[:, 0].argsort().float(),
+}
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda logits: logits[:, 0] * 0,
+    "its own logits": lambda logits: logits.logsumexp(1).square(),
+    "random numbers": lambda logits: torch.rand(len(logits)),
+    "no half of a batch": lambda logits: logits.view(4, -1).sum(1),
+    "what is no number": lambda logits: logits[:, 0].log(),
+}
+MIXES = "gives an example another loss beside other examples, as two halves of a batch show"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss(Loss):
+    beside: str = "contrast"
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        return Alone({**BESIDE, **APART}[self.beside])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask(Multiclass):
+    beside: str = "contrast"
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = batch.network(batch.images)
+        other = batch.network(batch.images.flip(-1))
+        return batch.loss(outputs, batch.targets) + {**BESIDE, **APART}[self.beside](outputs + other), outputs
+
+
+def tried(**parts: Any) -> MaskedLoss:
+    """The loss of a job, and its task, as a run tries them; the generator is left as it was."""
+    job, state = replace(resolved(*FAKE, "model=digitnet"), **parts), torch.get_rng_state()
+    loss = build_loss(job, torch.arange(10), World.solo(), skip=0)
+    ready_task(job, card_of(job), loss, World.solo())
+    assert torch.equal(torch.get_rng_state(), state)
+    return loss
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_loss_of_the_whole_batch_is_refused_before_the_first_step(beside: str) -> None:
+    with pytest.raises(InputError, match=f"the loss OwnLoss {MIXES}"):
+        tried(loss=OwnLoss(beside=beside))
+    with pytest.raises(InputError, match=f"task=OwnTask {MIXES}"):
+        tried(task=OwnTask(beside=beside))
+
+
+@pytest.mark.parametrize("beside", APART)
+def test_a_loss_of_each_example_is_not_refused_and_keeps_what_it_counts(beside: str) -> None:
+    loss = tried(loss=OwnLoss(beside=beside), task=OwnTask(beside=beside))
+    assert isinstance(loss.loss, Alone)
+    assert loss.loss.mean == 0
+
+
+def test_a_task_that_returns_a_mean_is_refused_and_none_of_ours_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnTask, "losses", lambda self, batch: (batch.images.mean(), batch.images))
+    with pytest.raises(InputError, match=r"task=OwnTask gives a tensor of shape \(\) for 4 examples, expected "):
+        tried(task=OwnTask())
+    monkeypatch.setattr(own_losses, "check_apart", None)
+    for loss, task in ((CrossEntropy(), Multiclass()), (BCE(), Multilabel()), (MSE(), Regression())):
+        tried(loss=loss, task=task)

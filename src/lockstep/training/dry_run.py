@@ -24,7 +24,7 @@ from lockstep.runtime.host import GB, available_memory, is_out_of_memory, keep_f
 from lockstep.strategy.base import Single
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob, card_of, step_settings
-from lockstep.training.train_state import blank_labels, build_loss, build_state, without_start
+from lockstep.training.train_state import blank_labels, build_loss, build_state, ready_task, without_start
 from lockstep.training.train_step import TrainStep
 
 T = TypeVar("T")
@@ -48,14 +48,15 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     state = build_state(job, world, plan, lambda number: blank((number, *shape)))
     images = blank((examples, *shape)).to(memory_format=job.model.memory_format)
     labels = blank_labels(job, examples, world)
+    loss = build_loss(job, labels, world, skip=0)
     indices = torch.zeros(examples, dtype=torch.int64, device=world.device)
     step = TrainStep(
         world=world,
         plan=plan,
         state=state,
         **step_settings(job),
-        task=job.task.ready(card_of(job), world.device),
-        loss=build_loss(job, labels, world, skip=0),
+        task=ready_task(job, card_of(job), loss, world),
+        loss=loss,
         inputs=lambda micro: [images, *state.draws.keys_of(micro), labels, labels],
     )
     # Stands for the buckets of a distributed strategy, or the sum of earlier micro-batches.

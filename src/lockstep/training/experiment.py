@@ -73,7 +73,7 @@ def run(
     torch.manual_seed(job.seed)  # the items of a data set may have drawn numbers
     card = card_of(job, {package: code.facts["sha256"] for package, code in record.user_code(job).items()})
     loss = train_state.build_loss(job, data.train.labels, world, skip=data.skip)
-    task = job.task.ready(card, world.device)
+    task = train_state.ready_task(job, card, loss, world)
     images = partial(data.normalised, world=world)
     state, loaded = train_state.build_and_load_state(job, run_dir, world, data.plan, images)
     train_state.compile_model(state.model, job, world, stop)
@@ -308,14 +308,15 @@ def build_parts(job: ResolvedJob) -> Parts:
     job, data = build_data(job, world)
     torch.manual_seed(job.seed)  # the items of a data set may have drawn numbers
     state = train_state.build_state(job, world, data.plan, lambda number: data.normalised(number, world))
+    loss = train_state.build_loss(job, data.train.labels, world, skip=data.skip)
     return Parts(
         job=job,
         world=world,
         plan=data.plan,
         state=state,
         **step_settings(job),
-        task=job.task.ready(card_of(job), world.device),
-        loss=train_state.build_loss(job, data.train.labels, world, skip=data.skip),
+        task=train_state.ready_task(job, card_of(job), loss, world),
+        loss=loss,
         inputs=partial(inputs_of, data.transforms, state.draws),
         loader=build_loader(job, data, world),
         transforms=data.transforms,

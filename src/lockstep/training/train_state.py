@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.reading import LoadedCheckpoint, check_fingerprint, load_newest
 from lockstep.checkpoint.writing import Checkpointer
+from lockstep.config.options import is_ours
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers
-from lockstep.core.model_card import CLASSES
+from lockstep.core.model_card import CLASSES, ModelCard
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Task
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.world import World
-from lockstep.losses import MaskedLoss
+from lockstep.losses import MaskedLoss, check_losses
 from lockstep.models.nets import without_weights
 from lockstep.runtime.host import cores
 from lockstep.runtime.signals import StopRequest
@@ -45,7 +47,7 @@ from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of,
 # A rank has a few shapes of batches: full and last ones, cut unevenly into shards and micro-batches, in training and
 # in evaluation. Beyond torch's default of 8 shapes a model would run uncompiled.
 SHAPES = 32
-TRIED = 3  # examples that the loss is tried on
+TRIED = 4  # examples that the loss is tried on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,31 +267,48 @@ def note_callbacks(saved: Mapping[str, str], here: Mapping[str, str]) -> None:
 def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> MaskedLoss:
     """The loss of a job on its device, for the `labels` of its training split, of which `skip` may be broken.
 
-    Raises InputError: the loss has parameters, which nothing would train, or does not give one number per example.
+    Raises InputError: the loss has parameters, which nothing would train, or does not give each example a number that
+    depends on this example alone.
     """
     classes = job.dataset.classes
     module = job.loss.build(classes, labels).to(world.device)
-    name = type(job.loss).__name__
+    name = f"the loss {type(job.loss).__name__}"
     if next(module.parameters(), None) is not None:
-        raise InputError(f"the loss {name} has parameters, which no optimizer trains; make them buffers or constants")
-    logits = torch.zeros((TRIED, classes), device=world.device, dtype=job.precision.sums)
-    targets = blank_labels(job, TRIED, world)
-    if targets.ndim == 1 and (job.train.mixup or job.train.cutmix):
-        targets = torch.eye(classes, device=world.device)[targets].to(logits)
-    shape = tuple(module(logits, targets).shape)
-    if shape != (TRIED,):
-        raise InputError(
-            f"the loss {name} gives a tensor of shape {shape} for {TRIED} examples, expected ({TRIED},), a number "
-            'for each; a loss of torch.nn does so with reduction="none"'
-        )
+        raise InputError(f"{name} has parameters, which no optimizer trains; make them buffers or constants")
+    logits = torch.randn((TRIED, classes), generator=torch.Generator().manual_seed(0))
+    logits, targets = logits.to(world.device, job.precision.sums), _tried_targets(job, world)
+    if is_ours(type(job.loss)):
+        check_losses(name, module(logits, targets), TRIED)
+    else:
+        from lockstep.training import own_losses  # few jobs have one
+
+        own_losses.check_apart(name, copy.deepcopy(module), logits, targets)
     return MaskedLoss(module, tolerates_broken=skip > 0)
 
 
+def ready_task(job: ResolvedJob, card: ModelCard, loss: MaskedLoss, world: World) -> Task:
+    """The task of a job on its device. Raises InputError: it does not fit the job, or mixes examples."""
+    task = job.task.ready(card, world.device)
+    if not is_ours(type(job.task)):
+        from lockstep.training import own_losses  # few jobs have one
+
+        own_losses.check_task(job, task, loss, _tried_targets(job, world), world)
+    return task
+
+
+def _tried_targets(job: ResolvedJob, world: World) -> Tensor:
+    targets = blank_labels(job, TRIED, world)
+    if targets.ndim == 1 and (job.train.mixup or job.train.cutmix):
+        targets = torch.eye(job.dataset.classes, device=world.device, dtype=job.precision.sums)[targets]
+    return targets
+
+
 def blank_labels(job: ResolvedJob, number: int, world: World) -> Tensor:
-    """Labels of the task, (number,) or (number, outputs), for trials that no data is read for."""
+    """Labels of the task, (number,) or (number, outputs), for trials that no data is read for. Neighbours differ."""
+    examples, outputs = (torch.arange(size, device=world.device) for size in (number, job.dataset.classes))
     if job.task.targets == CLASSES:
-        return torch.zeros(number, dtype=torch.int64, device=world.device)
-    return torch.zeros((number, job.dataset.classes), device=world.device)
+        return examples % len(outputs)
+    return ((examples[:, None] + outputs) % 2).float()
 
 
 def interrupts_compiling(job: ResolvedJob, world: World) -> bool:
