@@ -20,12 +20,11 @@ from lockstep.core.world import World
 from lockstep.losses import MaskedLoss, check_losses
 from lockstep.models.nets import sketch
 from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.train_step import ignore
 
 # A part of the largest loss. For another size of a batch kernels round in another way, in a teacher in bfloat16 by
 # almost as much; other examples change a loss by more.
-TOLERANCE = 1e-2
-SIDE = 4  # pixels that the network's stand-in looks at
+ROUNDED = 1e-2
+COARSE_SIDE = 4  # pixels that the network's stand-in looks at
 
 
 def check_apart(what: str, losses: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
@@ -41,7 +40,7 @@ def check_apart(what: str, losses: Callable[[Tensor, Tensor], Tensor], inputs: T
         except Exception:  # any error of the user's code; the first step shows it
             return
     check_losses(what, whole, len(inputs))
-    largest = TOLERANCE * float(whole.detach().abs().nan_to_num(0).max())
+    largest = ROUNDED * float(whole.detach().abs().nan_to_num(0).max())
 
     def same(others: Tensor) -> bool:
         return torch.allclose(whole, others, rtol=0, atol=largest, equal_nan=True)
@@ -63,11 +62,11 @@ def check_task(job: ResolvedJob, task: Task, loss: MaskedLoss, targets: Tensor, 
         network = _stand_in(job, world, generator)
     except Exception:  # any error of any network on the meta device
         return
-    coarse = torch.randn((len(targets), channels, SIDE, SIDE), generator=generator)
+    coarse = torch.randn((len(targets), channels, COARSE_SIDE, COARSE_SIDE), generator=generator)
     images = F.interpolate(coarse, size).to(world.device, job.precision.sums)
 
     def losses(images: Tensor, targets: Tensor) -> Tensor:
-        return task.losses(Batch(images, targets, network, loss, ignore))[0]
+        return task.losses(Batch(images, targets, network, loss, lambda *_: None))[0]
 
     check_apart(f"task={name_of(type(job.task))}", losses, images, targets)
 
@@ -77,11 +76,11 @@ def _stand_in(job: ResolvedJob, world: World, generator: torch.Generator) -> Cal
     model: Any = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
     with torch.no_grad():
         shape = model.train()(torch.empty((2, *job.train_shape), device="meta")).shape[1:]
-    values = job.train_shape[0] * SIDE**2
+    values = job.train_shape[0] * COARSE_SIDE**2
     weights = torch.randn((values, shape.numel()), generator=generator).to(world.device, job.precision.sums)
 
     def network(images: Tensor) -> Tensor:
-        seen = F.adaptive_avg_pool2d(images, SIDE).flatten(1)
+        seen = F.adaptive_avg_pool2d(images, COARSE_SIDE).flatten(1)
         return (seen @ weights / values**0.5).view(-1, *shape)
 
     return network
