@@ -41,6 +41,7 @@ from lockstep.core import world
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.locks import Lock
 from lockstep.core.model_card import Preprocessing
+from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.job import resolve, worker
@@ -277,14 +278,15 @@ def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
     Here a process with one thread, which has already imported torch, forks the ranks.
     """
     if sys.platform != "linux":
-        Spawn(ranks=ranks, threads=1).run(entry, RunDir.at(folder))
+        Spawn(ranks=ranks, threads=1).run(Entry(entry), RunDir.at(folder))
         return
     done = forked("helpers:launch_here", entry.__module__, str(folder), str(ranks), timeout=580)
     assert done.code == 0, done.out + done.err
 
 
 def launch_here(module: str, folder: str, ranks: str) -> None:
-    Spawn(ranks=int(ranks), threads=1).run(importlib.import_module(module).exit_as_rank, RunDir.at(Path(folder)))
+    entry = Entry(importlib.import_module(module).exit_as_rank)
+    Spawn(ranks=int(ranks), threads=1).run(entry, RunDir.at(Path(folder)))
 
 
 def gang_here(folder: str, ranks: str) -> None:

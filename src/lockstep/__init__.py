@@ -4,7 +4,7 @@ Importing the package imports no torch, so that `--help` stays fast.
 """
 
 from lockstep.core import systems  # noqa: F401, I001  # first: the others need POSIX
-from lockstep.api import Result, compose, load, main, train
+from lockstep.api import Result, compose, dataset, load, main, train
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Callback, Observer, RunInfo, TrainingRun
@@ -18,6 +18,7 @@ __all__ = [
     "RunInfo",
     "TrainingRun",
     "compose",
+    "dataset",
     "load",
     "main",
     "option",

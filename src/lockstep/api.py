@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,11 @@ from lockstep.core.launch_env import check_launched, launched_place
 from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
+    from torch import Tensor, nn
+
+    from lockstep.core.data_protocols import Source
     from lockstep.core.observer import Callback
+    from lockstep.core.protocols import Loss, Model
     from lockstep.inference.predictor import Predictor
     from lockstep.training.experiment import Parts
 
@@ -69,20 +73,30 @@ class Result:
 def train(
     overrides: Sequence[str] = (),
     *,
+    model: nn.Module | Model | None = None,
+    dataset: Source | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | Loss | None = None,
+    callbacks: Sequence[Callback] = (),
     ranks: int | None = None,
     extensions: Sequence[str] = (),
-    callbacks: Sequence[Callback] = (),
+    **options: Any,
 ) -> Result:
     """Train one job from a script or a notebook, and wait for its end.
 
-    It works like the command line: the job may have several ranks, and `resume=RUN_FOLDER` resumes a run.
+    It works like the command line: the job may have several ranks, and `resume=RUN_FOLDER` resumes a run. A run
+    folder has the names of objects, not the objects: a resume is given them again.
 
     Args:
         overrides: the words after `lockstep train`: `["model=resnet18", "epochs=3"]`.
+        model: a module from images (B, C, H, W) to logits (B, classes). A copy of it is trained from its weights.
+        dataset: what `lockstep.dataset` returns.
+        loss: a function or a module from logits (b, classes) and targets to one loss per example, (b,). Targets are
+            as for `lockstep.core.protocols.Loss`.
+        callbacks: objects that take part in the run; ranks in other processes have copies.
         ranks: the number of processes that train together: `ranks=2` is the override `launcher.ranks=2`.
         extensions: import names of packages, which need not be installed.
-        callbacks: objects that take part in a run on one rank; the run folder does not know them, so a resume names
-            them again. On several ranks, callbacks are options: `callback=[NAME]`.
+        options: an object of an option's class in place of its words, by its group: `optimizer=SGD(lr=0.1)`, or
+            `metric=[F1()]`. `model`, `dataset` and `loss` may be such objects too.
 
     Raises:
         InputError: the config, the data or the machine does not fit the job, or this process is one of several ranks.
@@ -110,17 +124,20 @@ def train(
     from lockstep.job.validate import named_objects
     from lockstep.job.worker import start_job
     from lockstep.runtime.guest import guest
+    from lockstep.training.objects import in_words
 
+    parts = {"model": model, "dataset": dataset, "loss": loss, **options}
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
     with guest(), ExitStack() as locked:
         known.use(extensions)
+        words, objects = in_words({group: part for group, part in parts.items() if part is not None}, words)
         with composition.invoked(words) as (values, invocation):
             if invocation.folder is not None:  # for a command, Hydra creates the folder
                 locked.callback(remove_empty, absent(invocation.folder))
                 with storing(invocation.folder):
                     invocation.folder.mkdir(parents=True, exist_ok=True)
             lock = locked.enter_context(closing(Lock()))
-            prepared, job = create_run(decide_resume(values, invocation), lock)
+            prepared, job = create_run(replace(decide_resume(values, invocation), objects=objects), lock)
         with prepared as run_dir:
             objective = start_job(run_dir, job, named_objects(job, callbacks))
     return Result(
@@ -129,6 +146,41 @@ def train(
         summary=Run(run_dir.path).summary,
         metrics=[{"step": step, **scalars} for step, scalars in read_figures(run_dir.metrics)],
         weights=run_dir.weights,
+    )
+
+
+def dataset(
+    train: Any,
+    val: Any = None,
+    test: Any = None,
+    *,
+    classes: Sequence[str] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **keys: Any,
+) -> Source:
+    """Datasets of torch as the data of a run: `lockstep.train(dataset=lockstep.dataset(train=A, val=B))`.
+
+    `lockstep.data.datasets.items.DatasetOption` says what their items may be.
+
+    Args:
+        train: the Dataset to train on.
+        val: the Dataset to evaluate; None to evaluate a part of `train` (`val_share=0.1` or `folds=5`).
+        test: the Dataset to test the best weights on, once; None for no test.
+        classes: the names of the classes, labels or values; by default those of the Dataset, or else by the targets.
+        mean: of each channel, for pixels from 0 to 1; `std` is the standard deviation. By default ImageNet's.
+        keys: further keys of the data set, such as `decode_size=64`, `skip=3` or `limit=1000`.
+    """
+    from lockstep.training.objects import DatasetObject
+
+    return DatasetObject(
+        type=type(train).__name__,
+        module=type(train).__module__,
+        labels=None if classes is None else list(classes),
+        channel_mean=None if mean is None else list(mean),
+        channel_std=None if std is None else list(std),
+        original=(train, val, test),
+        **keys,
     )
 
 
@@ -160,7 +212,13 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
         return build_parts(job)
 
 
-def load(path: str | Path, *, device: str | None = None, extensions: Sequence[str] = ()) -> Predictor:
+def load(
+    path: str | Path,
+    *,
+    device: str | None = None,
+    model: nn.Module | None = None,
+    extensions: Sequence[str] = (),
+) -> Predictor:
     """A trained model, ready to be used: `lockstep.load("outputs/latest").predict("cat.jpg")`.
 
     The model only needs the weights: no data, no run folder, no download. Its probabilities are the softmax of the
@@ -170,6 +228,7 @@ def load(path: str | Path, *, device: str | None = None, extensions: Sequence[st
     Args:
         path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
         device: `cpu` or `cuda`; None is the GPU if there is one.
+        model: the module that was given to `lockstep.train`, if one was; its weights do not matter.
         extensions: import names of packages from which the model may come.
 
     Raises:
@@ -181,4 +240,4 @@ def load(path: str | Path, *, device: str | None = None, extensions: Sequence[st
 
     with guest():
         known.use(extensions)
-        return load_predictor(path, device=device)
+        return load_predictor(path, device=device, module=model)

@@ -53,9 +53,9 @@ ASKS_FOR_MAIN: dict[str, str] = {
 }
 
 # The lines of ours that an import of the training step may load.
-MOST_LINES_OF_STEP = 4200
+MOST_LINES_OF_STEP = 4400
 # What the default job may load, and how many files its start may run.
-MOST_OF_JOB = {"modules": 132, "lines": 21_200, "files of its start": 95}
+MOST_OF_JOB = {"modules": 132, "lines": 21_400, "files of its start": 95}
 
 # Modules outside the strategies that ask whether a tensor is on the meta device, as other stages of a pipeline are.
 ASKS_FOR_META: dict[str, str] = {
@@ -71,6 +71,7 @@ WRITES_FILES: dict[str, str] = {
     "lockstep.checkpoint.writing": "files of a new folder, which gets its name when it is complete",
     "lockstep.data.datasets.packed": "files of a new folder with a random name",
     "lockstep.cli.new": "files of a new folder with a random name",
+    "lockstep.runtime.pickled": "a file of a new folder with a random name",
 }
 
 
@@ -446,6 +447,7 @@ READS: dict[str, str] = {
     "config.help_page": "the help's text, which is part of the program",
     "config.options": "the YAML of its own options, which is part of the program, and timm's own source",
     "runtime.host": "the kernel's /proc and /sys",
+    "runtime.pickled": "what its parent process has written, in a folder of its own",
     "telemetry.hardware": "the kernel's counters of energy",
     "training.dry_run": "the kernel's /proc",
     "core.run": "the kernel's /proc; the files of runs are read by the guarded reader",

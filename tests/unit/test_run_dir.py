@@ -17,6 +17,7 @@ from lockstep.config.composition import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.named_paths import latest, pointed
+from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
 from lockstep.core.safe_write import write_atomic
@@ -112,7 +113,7 @@ def test_a_stop_before_a_step_says_how_far_the_run_was_saved_before(tmp_path: Pa
 
     for folder, says in ((run, "stopped at step 312 of 345, which was saved"), (new, "stopped before a step was")):
         with pytest.raises(Stopped, match=says):
-            Inline(ranks=1).launch(stops, folder)
+            Inline(ranks=1).launch(Entry(stops), folder)
         request = StopRequest()
         request.saved = Run(folder.path).saved
         pool: Any = SimpleNamespace(ledger=Ledger(tmp_path))

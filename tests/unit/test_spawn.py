@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFailed, Stopped
+from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import Elastic, Slurm, Spawn, elastic, spawn
 from lockstep.launcher.processes import RANKS_GRACE_S, forwarding
@@ -106,21 +107,21 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_only_a_failure_with_restarts_left_allows_another_attempt(tmp_path: Path, ranks: Callable[..., None]) -> None:
     run, launcher = RunDir.at(tmp_path / "run"), Spawn(ranks=2)
     ranks(0, 0)
-    assert launcher.attempt(entry, run, can_restart=True) is None
+    assert launcher.attempt(Entry(entry), run, can_restart=True) is None
     ranks(None, 70)
-    assert isinstance(launcher.attempt(entry, run, can_restart=True), RankFailed)
+    assert isinstance(launcher.attempt(Entry(entry), run, can_restart=True), RankFailed)
     ranks(None, 70)
     with pytest.raises(RankFailed, match="rank 1 left with exit code 70 and wrote no error"):
-        launcher.attempt(entry, run)
+        launcher.attempt(Entry(entry), run)
     ranks(Stopped.exit_code, Stopped.exit_code)
     with pytest.raises(Stopped):
-        launcher.attempt(entry, run, can_restart=True)
+        launcher.attempt(Entry(entry), run, can_restart=True)
 
 
 def test_a_job_that_is_asked_to_stop_is_not_started_again(tmp_path: Path, ranks: Callable[..., None]) -> None:
     ranks(None, 70, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(RankFailed):
-        Spawn(ranks=2).attempt(entry, RunDir.at(tmp_path / "run"), can_restart=True)
+        Spawn(ranks=2).attempt(Entry(entry), RunDir.at(tmp_path / "run"), can_restart=True)
 
 
 def test_an_attempt_does_not_read_the_errors_of_the_one_before(tmp_path: Path, ranks: Callable[..., None]) -> None:
@@ -128,7 +129,7 @@ def test_an_attempt_does_not_read_the_errors_of_the_one_before(tmp_path: Path, r
     run.rank_error(0).write_text('{"time": 1, "rank": 0, "exit_code": 2, "known": true, "sentence": "yesterday"}')
     ranks(70, 70)
     with pytest.raises(RankFailed, match="wrote no error"):
-        Spawn(ranks=2).attempt(entry, run)
+        Spawn(ranks=2).attempt(Entry(entry), run)
 
 
 def test_machines_are_a_number_or_a_range_and_meet_only_if_there_are_several() -> None:

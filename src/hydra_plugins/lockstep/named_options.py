@@ -54,7 +54,8 @@ class NamedOptions(ConfigSource):
 def _node(config_path: str) -> dict[str, Any] | None:
     """The config of an option: for a model of a library, `conf/model/LIBRARY.yaml` with its name."""
     group, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
-    if group in GROUPS and (cls := extensions.declared(group).get(name)) is not None:
+    classes = extensions.of_objects(group) if name == extensions.OBJECT else extensions.declared(group)
+    if group in GROUPS and (cls := classes.get(name)) is not None:
         default = options.default_node(group, cls)
         return {name: default} if group in MANY else default
     library, model = (model_of(name) if group == "model" else None) or ("", "")

@@ -98,8 +98,11 @@ def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, A
     return _BUILT[cache_key]
 
 
-def build_job(values: Mapping[str, Any]) -> Job:
-    """The job that a config describes, with all its components. Raises InputError with a line for each problem."""
+def build_job(values: Mapping[str, Any], objects: Mapping[str, Any] | None = None) -> Job:
+    """The job that a config describes, with all its components. Raises InputError with a line for each problem.
+
+    `objects` are the originals of options that stand for objects, by group.
+    """
     problems: list[str] = []
     parts: dict[str, Any] = {}
     blocks = [key for key in BLOCKS if isinstance(values.get(key), Mapping)]
@@ -115,6 +118,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
             parts[group] = (build_many if group in MANY else build)(group, values.get(group))
     if problems:
         raise InputError(*problems)
+    parts |= {group: dataclasses.replace(parts[group], original=item) for group, item in (objects or {}).items()}
     return dataclasses.replace(job, **parts)
 
 

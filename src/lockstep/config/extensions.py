@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import options
+from lockstep.config.options import OBJECTS
 from lockstep.config.schema import GLOBAL, GROUPS, RECIPES
 from lockstep.core.errors import InputError
 from lockstep.core.native_threads import configure_native_threads, is_own_process
@@ -32,6 +33,8 @@ _DECLARED = re.compile(
 ENTRY_POINTS = "lockstep.extensions"
 # The variable that tells the ranks which extensions the program named, and in which folders they are.
 VARIABLE = "LOCKSTEP_EXTENSIONS"
+OBJECT = "object"  # `model=object` stands for an object that a program gives to `lockstep.train`
+OBJECT_CLASSES = {"model": "ModelObject", "dataset": "DatasetObject", "loss": "LossObject"}
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,20 @@ def not_installed() -> str:
 
 
 def declared(group: str) -> dict[str, type[Any]]:
-    """The classes of a group by the names of their options, after all extensions have declared theirs."""
+    """The user's classes of a group by the names of their options: of extensions, and those of this program."""
     for extension in active():
         extension.load()
-    return options.declared(group) if active() else {}
+    return {name: cls for name, cls in options.declared(group).items() if not options.is_ours(cls)}
+
+
+def of_objects(group: str) -> dict[str, type[Any]]:
+    """The class that stands for an object of a group, by its name; none for a group whose parts are options alone."""
+    return {OBJECT: vars(importlib.import_module(OBJECTS))[OBJECT_CLASSES[group]]} if group in OBJECT_CLASSES else {}
+
+
+def is_importable(cls: type[Any]) -> bool:
+    """Whether another process can import the class of an option: it is ours, or an extension's."""
+    return options.is_ours(cls) or any(extension.has(cls.__module__) for extension in active())
 
 
 def files(option: str) -> list[Path]:
@@ -227,10 +240,11 @@ def class_of(group: str, target: object, key: str = "") -> type[Any]:
     module, _, name = str(target).rpartition(".")
     if module == GROUPS[group]:
         importlib.import_module(options.modules_of(group).get(name, module))
-    if module == GROUPS[group] or import_extension(module):
-        for cls in options.declared(group).values():
-            if options.target_of(cls) == target:
-                return cls
+    else:
+        import_extension(module)
+    for cls in {**options.declared(group), **(of_objects(group) if module == OBJECTS else {})}.values():
+        if options.target_of(cls) == target:
+            return cls
     raise InputError(
         f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "
         f"{group}=NAME, or install the extension that has it (extensions here: {named_extensions()})"

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 # The names of models are read from the sources of their library in 0.05 s. Importing timm takes seconds.
 _REGISTERED = re.compile(r"^@register_model(?:\(\))?\s*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
+OBJECTS = "lockstep.training.objects"  # has the classes that stand for objects of a user's program
 TIMM, TORCHVISION = "timm", "torchvision"
 _DECLARED: dict[tuple[str, str], type[Any]] = {}
 PRESETS: dict[tuple[str, str], tuple[Any, str]] = {}  # see `preset`
@@ -103,7 +104,7 @@ def preset(group: str, name: str, component: Any, meaning: str) -> None:
 
 def is_ours(cls: type[Any]) -> bool:
     """Whether a class is Lockstep's own, and not a user's."""
-    return cls.__module__.startswith("lockstep.")
+    return cls.__module__.startswith("lockstep.") and cls.__module__ != OBJECTS
 
 
 def _files(group: str) -> list[Path]:

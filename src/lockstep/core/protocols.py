@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -21,9 +22,24 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.tags import LOSS
 from lockstep.core.world import World
 
-Entry = Callable[[Path], None]
 M = TypeVar("M")  # a micro-batch, which a strategy only passes on
 NO_CONTEXT = nullcontext()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a rank runs for the run folder `path`: in this process `here(path)`.
+
+    In a process of its own it is `exit_as_rank(path, *objects)` of the same module. `objects` are values that the run
+    folder does not have.
+    """
+
+    here: Callable[[Path], None]
+    objects: tuple[Any, ...] = ()
+
+    @property
+    def module(self) -> str:
+        return self.here.__module__
 
 
 class Strategy(Component, Protocol):
@@ -254,7 +270,7 @@ class Launcher(Component, Protocol):
 
     @abstractmethod
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
-        """Run `entry(run_dir.path)` in every rank, wait for all, return the job's objective. Raises LockstepError."""
+        """Run `entry` in every rank, wait for all, return the job's objective. Raises LockstepError."""
 
 
 class Model(Component, Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
@@ -143,9 +143,15 @@ class Predictor(Trained):
         ]
 
 
-def load_predictor(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
+def load_predictor(
+    path: str | Path,
+    *,
+    device: str | None = None,
+    precision: Precision | None = None,
+    module: nn.Module | None = None,
+) -> Predictor:
     """The model at `path`, ready to be used; the arguments and errors are those of `load_trained`."""
-    trained = load_trained(path, device=device, precision=precision)
+    trained = load_trained(path, device=device, precision=precision, module=module)
     if trained.card.packages:
         from lockstep.runtime.user_code import code_of  # few models are of an extension
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Resume:
     hydra: str = ""  # Hydra's own config of `composed`, as YAML, with the options of the job
     # The values that the command has without the files of strangers, by key; None if there are no such files.
     own: Mapping[str, Any] | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)  # of a program, by group, for which options stand
 
     def check_personal(self, component: Any, prefix: str = "") -> None:
         """Raise InputError if a file of strangers says where a run writes or sends, or any file what a shell runs."""
@@ -70,7 +71,7 @@ class Resume:
     @cached_property
     def job(self) -> Job:
         """The job of `values`, with all its components. Raises InputError with a line for each problem."""
-        return components.build_job(self.values)
+        return components.build_job(self.values, self.objects)
 
     @cached_property
     def checkpoint(self) -> Path | None:

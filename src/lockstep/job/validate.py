@@ -144,9 +144,9 @@ def named_objects(job: ResolvedJob, callbacks: Sequence[Callback]) -> dict[str, 
         name = type(callback).__name__
         if not isinstance(callback, Callback):
             raise InputError(f"callbacks has an object of {name}, which is no lockstep.Callback; derive it from that")
-        if job.launcher.starts_ranks or job.launcher.submits:
+        if job.launcher.submits:
             raise InputError(
-                f"callbacks has an object of {name}, which other processes cannot have; declare its class as an "
+                f"callbacks has an object of {name}, which other machines cannot have; declare its class as an "
                 'option of a package, @lockstep.option("callback"), and choose it with callback=[NAME]'
             )
         others = sum(type(other).__name__ == name for other in named.values())

@@ -21,10 +21,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from lockstep.config import extensions
+from lockstep.config.schema import GROUPS
 from lockstep.core import log, plan
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, as_known, out_of_memory
 from lockstep.core.launch_env import ATTEMPT, Place, is_launched, launched_place, store_address
 from lockstep.core.observer import Callback
+from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
@@ -42,7 +45,7 @@ SPARE_FILES = 512  # files that a rank may have open besides its connections
 def start_job(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callback] | None = None) -> float | None:
     """Run a job in its folder in all its ranks, and return its objective. Raises LockstepError if it fails.
 
-    `callbacks` are objects of this process, for a job whose one rank it is.
+    `callbacks` are objects that take part besides those of the job; other processes get copies.
     """
     if job.launcher.node_range[1] > 1:
         raise InputError(
@@ -50,9 +53,17 @@ def start_job(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callbac
             "can do; use lockstep train, or launcher.nodes=1"
         )
     with impatient():
-        objective = job.launcher.launch(lambda path: run_rank(path, job, callbacks), run_dir)
+        entry = Entry(lambda path: run_rank(path, job, callbacks), objects_of(job, callbacks))
+        objective = job.launcher.launch(entry, run_dir)
     forgive_output()  # train.log has what is shown
     return objective
+
+
+def objects_of(job: ResolvedJob, callbacks: Mapping[str, Callback] | None) -> tuple[Any, ...]:
+    """What a rank in another process cannot read from the run folder: a job with parts of a program, or callbacks."""
+    chosen = [getattr(job, group) for group in GROUPS]
+    parts = [part for own in chosen for part in (own.values() if isinstance(own, Mapping) else [own])]
+    return () if not callbacks and all(extensions.is_importable(type(part)) for part in parts) else (job, callbacks)
 
 
 def run_rank(path: Path, job: ResolvedJob | None = None, callbacks: Mapping[str, Callback] | None = None) -> None:
@@ -136,11 +147,11 @@ class RankErrorFile:
         log.logger.error("rank %d: %s\n%s", self.rank, facts["sentence"], facts["traceback"])
 
 
-def exit_as_rank(path: Path) -> NoReturn:
-    """Run `main` in a process that only serves as this rank, and exit with the code of its error."""
+def exit_as_rank(path: Path, *objects: Any) -> NoReturn:
+    """Run `run_rank` in a process that only serves as this rank, and exit with the code of its error."""
     code = 0
     try:
-        run_rank(path)
+        run_rank(path, *objects)
     except LockstepError as error:
         code = error.exit_code
     except Exception:  # the error file has the traceback; the launcher shows it

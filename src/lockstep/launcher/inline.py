@@ -31,7 +31,7 @@ class Inline(Launcher):
         return Run(run_dir.path).summary.get("objective")
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
-        entry(run_dir.path)
+        entry.here(run_dir.path)
 
 
 @option("launcher")

@@ -35,6 +35,7 @@ from lockstep.launcher.processes import (
 from lockstep.runtime import child
 from lockstep.runtime.addresses import LOOPBACK, loopback_server
 from lockstep.runtime.forking import Fork, can_fork
+from lockstep.runtime.pickled import packed
 from lockstep.runtime.signals import not_begun
 
 
@@ -61,9 +62,9 @@ class Spawn(Inline):
             path.unlink()
         listener = loopback_server()
         port = listener.getsockname()[1]
-        words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
+        words = (sys.executable, "-m", child.__name__, str(os.getpid()), entry.module, str(run_dir.path))
         fork, children = self.can_fork(), Children()
-        with children, forwarding(children.send) as request:
+        with packed(() if fork else entry.objects) as file, children, forwarding(children.send) as request:
             with starting():
                 for rank in range(int(self.ranks)):
                     variables = {
@@ -76,7 +77,9 @@ class Spawn(Inline):
                     if fork:
                         children.ranks.append(_forked(entry, run_dir, variables, listener))
                     else:
-                        children.ranks.append(Fresh(words, {**os.environ, "PYTHONSAFEPATH": "1", **variables}))
+                        children.ranks.append(
+                            Fresh([*words, *file], {**os.environ, "PYTHONSAFEPATH": "1", **variables})
+                        )
             # Not before the forks, because it starts threads. By default it would listen on all interfaces. In a
             # thread, because it connects to itself in native code, where this process would hear no signal.
             listening = listener.detach()
@@ -97,7 +100,7 @@ def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener
     def serve() -> None:
         listener.close()  # only the launcher needs it
         os.environ.update(environment)
-        child.become_rank(entry.__module__, run_dir.path)
+        child.become_rank(entry.module, run_dir.path, *entry.objects)
 
     process = Fork(serve)
     process.start()

@@ -35,13 +35,20 @@ class Trained:
     memory_format: torch.memory_format
 
 
-def load_trained(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Trained:
+def load_trained(
+    path: str | Path,
+    *,
+    device: str | None = None,
+    precision: Precision | None = None,
+    module: nn.Module | None = None,
+) -> Trained:
     """The network at `path`, ready to be used.
 
     Args:
         path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
         device: `cpu` or `cuda`; None is the GPU if there is one.
         precision: the precision to compute in; None for the evaluation's.
+        module: what a program gave as the model of the training; a copy of it is used.
 
     Raises:
         InputError: there are no weights, they do not describe their model, or it cannot be built here; or the device
@@ -54,6 +61,10 @@ def load_trained(path: str | Path, *, device: str | None = None, precision: Prec
         raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; remove it, or use cpu")
     try:
         option = without_weights(components.build("model", card.model))
+        if module is not None:
+            from lockstep.training.objects import with_module  # few models are objects of a program
+
+            option = with_module(option, module)
         precision = precision or _precision(card, target)
         model = _model_with_weights(option, card, precision, file)
     except InputError as error:

@@ -1,0 +1,192 @@
+"""Options that stand for objects which a program gives to `lockstep.train`: a module, Datasets, a loss.
+
+A config has the name of the object's type, and no file has the object: a resume is given it again.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, fields, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import components, options
+from lockstep.config.commands import override
+from lockstep.config.extensions import OBJECT, OBJECT_CLASSES
+from lockstep.config.options import OBJECTS, known
+from lockstep.config.schema import GROUPS, MANY
+from lockstep.core.errors import InputError
+from lockstep.core.fields import TEXT, Role, default_of, ranged, ruled, with_role
+from lockstep.core.protocols import Loss
+from lockstep.data.datasets.items import DatasetOption
+from lockstep.models.nets import Network
+
+# What a program types to give an object of a group again.
+IN_CALLS = {"model": "model={}(...)", "dataset": "dataset=lockstep.dataset(...)", "loss": "loss={}"}
+
+
+def original_of(group: str, option: Any) -> Any:
+    """The object that `option` stands for. Raises InputError: only the program that began the run had it."""
+    if (original := vars(option)["original"]) is None:
+        again = IN_CALLS[group].format(option.type)
+        to_use = f", or lockstep.load(RUN, {again})" if group == "model" else ""
+        raise InputError(
+            f"{group} is {option.type} of {option.module}, an object that a program gave to lockstep.train, and no "
+            f'file has it; give it again: lockstep.train(["resume=RUN"], {again}){to_use}'
+        )
+    return original
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelObject(Network):
+    """A module that a program gave: training begins with its weights, in a copy."""
+
+    type: str = ruled("", TEXT)
+    module: str = ruled("", TEXT)
+    weights: str = with_role(Role.start, ruled("", TEXT))  # a hash of those that training begins with
+    original: InitVar[Any] = None  # not a field: a config cannot hold it
+
+    def __post_init__(self, original: Any) -> None:
+        object.__setattr__(self, "original", original)
+
+    def check(self) -> None:
+        original_of("model", self)
+
+    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        module: nn.Module = copy.deepcopy(original_of("model", self))
+        return module.to(torch.empty(0).device)  # which may be the meta device
+
+
+def with_module(option: Any, module: nn.Module) -> ModelObject:
+    """The option of a model with the module that it stands for. Raises InputError if it needs none."""
+    if not isinstance(option, ModelObject):
+        raise InputError(f"model is {type(option).__name__}, which needs no object of a program; remove model=...")
+    return replace(option, original=module)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossObject(Loss):
+    """A loss that a program gave: a module or a function, from logits and targets to one loss per example."""
+
+    type: str = ruled("", TEXT)
+    module: str = ruled("", TEXT)
+    original: InitVar[Any] = None
+
+    def __post_init__(self, original: Any) -> None:
+        object.__setattr__(self, "original", original)
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        loss = original_of("loss", self)
+        return copy.deepcopy(loss) if isinstance(loss, nn.Module) else FunctionLoss(loss)
+
+
+class FunctionLoss(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.function(logits, targets)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DatasetObject(DatasetOption):
+    """Datasets of torch that a program gave: what to train on, to evaluate, and to test."""
+
+    type: str = ruled("", TEXT)
+    module: str = ruled("", TEXT)
+    labels: list[str] | None = ruled(None, TEXT)  # names of the classes, labels or values
+    channel_mean: list[float] | None = ranged(None, least=-1e6, most=1e6)  # null: ImageNet's
+    channel_std: list[float] | None = ranged(None, least=1e-6, most=1e6)
+    original: InitVar[Any] = None
+
+    def __post_init__(self, original: Any) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "original", original)
+
+    @property
+    def place(self) -> Hashable:
+        return super().place, *map(id, original_of("dataset", self))
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.labels or ()
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return tuple(self.channel_mean) if self.channel_mean else super().mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        return tuple(self.channel_std) if self.channel_std else super().std
+
+    def train_dataset(self) -> Any:
+        return original_of("dataset", self)[0]
+
+    def val_dataset(self) -> Any:
+        return original_of("dataset", self)[1]
+
+    def test_dataset(self) -> Any:
+        return original_of("dataset", self)[2]
+
+
+def digest(module: nn.Module) -> str:
+    """A hash of the tensors of a module."""
+    sha256 = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        sha256.update(f"{name} {tensor.dtype} {(*tensor.shape,)}".encode())
+        sha256.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return sha256.hexdigest()[:12]
+
+
+def stand_in(group: str, value: Any) -> Any:
+    """The option that a value from Python is, or that stands for it. Raises InputError."""
+    cls = type(value)
+    if cls in options.declared(group).values() or (
+        cls.__module__ == OBJECTS and cls.__name__ == OBJECT_CLASSES.get(group)
+    ):
+        return value
+    named = value if hasattr(value, "__qualname__") else cls
+    if group == "model" and isinstance(value, nn.Module):
+        return ModelObject(type=named.__name__, module=named.__module__, weights=digest(value), original=value)
+    if group == "loss" and callable(value):
+        return LossObject(type=named.__name__, module=named.__module__, original=value)
+    accepted = {"model": "a torch.nn.Module, or ", "loss": "a function or a torch.nn.Module, or "}.get(group, "")
+    datasets = "; Datasets of torch are lockstep.dataset(train=..., val=...)" if group == "dataset" else ""
+    raise InputError(
+        f"{group} is an object of {cls.__name__}, expected {accepted}an object of a class with "
+        f'@lockstep.option("{group}"){datasets}'
+    )
+
+
+def changed_words(key: str, option: Any) -> list[str]:
+    """The overrides that set the values of an option that are not its defaults, below `key`."""
+    values = components.node(option)
+    defaults = {field.name: default_of(field) for field in fields(option)}
+    named = {name: default.name if isinstance(default, Enum) else default for name, default in defaults.items()}
+    return [override(f"{key}.{name}", values[name]) for name in named if values[name] != named[name]]
+
+
+def in_words(objects: Mapping[str, Any], words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words that choose objects by their groups, followed by `words`; and the objects that options stand for.
+
+    Raises InputError for a value that is no part of a group, or a word that chooses another one.
+    """
+    chosen, originals = list[str](), dict[str, Any]()
+    for group, value in objects.items():
+        if group not in GROUPS:
+            raise InputError(f"{group} is not a group of options.{known(group, GROUPS)}")
+        if typed := [word for word in words if word.startswith(f"{group}=")]:
+            raise InputError(f"{typed[0]} and an object both choose the {group}; remove one of them")
+        parts = [stand_in(group, part) for part in (value if group in MANY else [value])]
+        names = [OBJECT if type(part).__module__ == OBJECTS else options.name_of(type(part)) for part in parts]
+        chosen.append(override(group, names if group in MANY else names[0]))
+        for name, part in zip(names, parts, strict=True):
+            chosen += changed_words(f"{group}.{name}" if group in MANY else group, part)
+            originals |= {group: vars(part)["original"]} if name == OBJECT else {}
+    return [*chosen, *words], originals

@@ -1,0 +1,197 @@
+"""Objects that a program gives to `lockstep.train` beside words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from helpers import forked
+from lockstep.core.run import Run
+from lockstep.models.nets import DigitNet
+from lockstep.optim import SGD
+from lockstep.runtime.pickled import packed, unpacked
+from lockstep.telemetry.loggers import JSONL, TensorBoard
+
+pytestmark = pytest.mark.slow
+
+# Every class is of `__main__`, as in the cells of a notebook.
+SCRIPT = """
+import json, sys, torch
+from torch.nn.functional import cross_entropy
+import lockstep
+from lockstep.models.nets import DigitNet, Network
+
+if "fresh" in sys.argv:
+    torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # this process has threads now: ranks are fresh interpreters
+
+class MyNet(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.net = DigitNet(width=width).build(10, (1, 8, 8))
+
+    def forward(self, images):
+        return self.net(images)
+
+def my_loss(logits, targets):
+    return cross_entropy(logits, targets, reduction="none")
+
+class Scans(torch.utils.data.Dataset):
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        return torch.full((1, 8, 8), index % 2 / 2), index % 2
+
+@lockstep.option("model")
+class OwnNet(Network):
+    width: int = 8
+
+    def build(self, classes, input_shape):
+        return MyNet(self.width)
+
+class Counting(lockstep.Callback):
+    every_rank = True
+    steps = 0
+
+    def step_end(self, run):
+        self.steps += 1
+        if self.steps == 3:
+            run.stop("three are enough")
+
+common = ["device=cpu", "steps=4", "telemetry.interval=1", "logger=jsonl", "launcher.threads=1"]
+
+def losses(*words, **objects):
+    run = lockstep.train([*common, *words], **objects)
+    return [line["loss/train"] for line in run.metrics if "loss/train" in line], str(run.folder)
+
+torch.manual_seed(0)
+net = MyNet(width=8)
+given = {"model": net, "loss": my_loss}
+"""
+ONE = """
+before = json.dumps([value.tolist() for value in net.state_dict().values()])
+by_name, given_one = losses("model.width=8"), losses(**given)
+assert before == json.dumps([value.tolist() for value in net.state_dict().values()]), "a copy is trained"
+folder, sentences = given_one[1], []
+for call in (
+    lambda: lockstep.train([f"resume={folder}", "steps=6"]),
+    lambda: lockstep.load(folder),
+    lambda: lockstep.load(by_name[1], model=net),
+):
+    try:
+        call()
+    except lockstep.InputError as error:
+        sentences.append(str(error))
+resumed = lockstep.train([f"resume={folder}", "steps=6"], **given)
+scans = lockstep.dataset(Scans(64), Scans(16), classes=["dark", "bright"], mean=[0.2], std=[0.3])
+other = losses("batch=16", dataset=scans)
+option = losses("model.width=8", "model=own_net"), losses(model=OwnNet(width=8))
+print(json.dumps({
+    "by name": by_name, "given": given_one, "sentences": sentences, "step": resumed.summary["step"],
+    "predicted": len(lockstep.load(folder, model=net).predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))),
+    "scans": other, "option": option, "wider": losses(model=MyNet(width=16)),
+}))
+"""
+TWO = """
+by_name, given_two = losses("model.width=8", ranks=2), losses(ranks=2, callbacks=[Counting()], **given)
+print(json.dumps({"by name": by_name, "given": given_two, "option": losses("model=own_net", ranks=2)}))
+"""
+
+
+def result(folder: Path, body: str, *words: str) -> dict[str, Any]:
+    """What the script prints at its end."""
+    (folder / "script.py").write_text(SCRIPT + body)
+    done = forked(str(folder / "script.py"), *words, cwd=folder)
+    assert done.code == 0, done.err
+    return dict(json.loads(done.out.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return result(tmp_path_factory.mktemp("objects"), ONE)
+
+
+def test_an_object_trains_to_the_bit_as_the_same_option_by_name(one: dict[str, Any]) -> None:
+    assert one["by name"][0] == one["given"][0] == one["option"][0][0] == one["option"][1][0]
+    assert len(one["given"][0]) == 4
+
+
+def test_a_resume_and_weights_ask_for_the_object_again_and_take_it(one: dict[str, Any]) -> None:
+    resume, load, not_given = one["sentences"]
+    assert resume.startswith("model is MyNet of __main__, an object that a program gave to lockstep.train")
+    assert resume.endswith(
+        'lockstep.train(["resume=RUN"], model=MyNet(...)), or lockstep.load(RUN, model=MyNet(...))'
+    )
+    assert resume in load
+    assert not_given.endswith("model is DigitNet, which needs no object of a program; remove model=...")
+    assert (one["step"], one["predicted"]) == (6, 2)
+
+
+def test_datasets_of_a_program_train(one: dict[str, Any]) -> None:
+    losses, folder = one["scans"]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    identity = Run(Path(folder)).identity
+    assert identity["class_names"] == ["dark", "bright"]
+
+
+def test_compare_names_the_types_and_the_weights_of_objects(one: dict[str, Any]) -> None:
+    def differences(first: str, second: str) -> dict[str, tuple[str, str]]:
+        done = forked("lockstep", "compare", first, second, "--json", cwd=Path(first))
+        return {row["key"]: (row["A"], row["B"]) for row in json.loads(done.out)}
+
+    assert differences(one["by name"][1], one["given"][1])["model"] == ("digitnet", "object")
+    rows = differences(one["given"][1], one["wider"][1])
+    assert rows["loss"] == ("object", "cross_entropy")
+    assert rows["model.weights"][0] != rows["model.weights"][1]
+
+
+@pytest.mark.parametrize("words", [(), ("fresh",)], ids=["forked ranks", "fresh ranks"])
+def test_objects_go_to_the_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
+    ranks = result(tmp_path, TWO, *words)
+    assert ranks["given"][0] == ranks["by name"][0][:3]
+    assert len(ranks["option"][0]) == 4
+
+
+def test_without_cloudpickle_a_class_of_the_script_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = type("Own", (), {"__module__": "__main__"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with (
+        pytest.raises(lockstep.InputError, match=r"Own is of __main__.* pip install cloudpickle, or move"),
+        packed((cls(),)),
+    ):
+        pass
+    with packed((torch.ones(2), DigitNet())) as (file,):
+        tensor, option = unpacked(Path(file))
+    assert torch.equal(tensor, torch.ones(2))
+    assert option == DigitNet()
+
+
+@pytest.mark.parametrize(
+    ("objects", "sentence"),
+    [
+        ({"model": 3}, "model is an object of int, expected a torch.nn.Module, or an object of a class with"),
+        ({"dataset": [1]}, "dataset is an object of list.*lockstep.dataset\\(train="),
+        ({"optimiser": SGD()}, "optimiser is not a group of options. Did you mean 'optimizer'"),
+        ({"model": DigitNet()}, "model=linear and an object both choose the model; remove one of them"),
+    ],
+    ids=str,
+)
+def test_a_wrong_object_is_refused(objects: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(lockstep.InputError, match=sentence):
+        lockstep.train(["model=linear"] if "DigitNet" in str(objects) else [], **objects)
+
+
+def test_objects_of_options_are_their_words(tmp_path: Path) -> None:
+    objects = {"optimizer": SGD(lr=0.5, nesterov=True), "logger": [JSONL(), TensorBoard()]}
+    run = lockstep.train(["device=cpu", "steps=1", f"output_root={tmp_path}"], **objects)
+    words = ["optimizer=sgd", "optimizer.lr=0.5", "optimizer.nesterov=true", 'logger=["jsonl", "tensorboard"]']
+    assert Run(run.folder).overrides[:4] == words
