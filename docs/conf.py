@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import lockstep
+
+sys.path.insert(0, str(Path(__file__).parent))  # Sphinx runs this file from elsewhere
+import signatures
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = (".md", ".ipynb")
@@ -92,6 +96,8 @@ def listings(folder: Path) -> Iterator[str]:
 
 
 def read_source(app: Sphinx, name: str, source: list[str]) -> None:
+    if name == "docs/python":
+        source[0] = signatures.as_directives(source[0])
     if name == EXAMPLES:
         source[0] = "\n\n".join([source[0], "## The files", *listings((ROOT / name).parent)])
     if name == root_doc:

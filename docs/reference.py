@@ -6,7 +6,8 @@
 An option is declared by its class alone. The first paragraph of the docstring is the meaning of the option. A field
 is a key; the comment above the field or after it on its line is the meaning of the key. A field without a comment has
 the one of its base class. The lists are in docs/configuration.md, README.md and the help of conf/config.yaml. The
-keys of the job have their meanings in conf/config.yaml, and recipes have theirs at the top of their files.
+keys of the job have their meanings in conf/config.yaml, and recipes have theirs at the top of their files. The
+signatures and docstrings in docs/python.md are those of the interface.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import yaml
 
+import signatures
 from lockstep.config import components
 from lockstep.config.meanings import as_yaml, config_text, meaning_of, meanings_of
 from lockstep.config.options import PRESETS, classes_of, default_node
@@ -95,7 +97,14 @@ def generated(root: Path) -> dict[Path, str]:
     readme_text = fill(readme, readme.read_text(), "groups", table(["group", "options"], rows))
     help_text = splice(config, config.read_text(), "      Groups, GROUP=OPTION:\n", "\n", help_of_groups(groups))
     help_text = splice(config, help_text, "...; of the job:\n", "\n", help_of_keys(job))
-    return {**files, reference: text, readme: readme_text, config: help_text}
+    interface = root / "docs" / "python.md"
+    return {
+        **files,
+        reference: text,
+        readme: readme_text,
+        config: help_text,
+        interface: signatures.as_markdown(interface.read_text()),
+    }
 
 
 def read_options(group: str, default: str | list[str]) -> list[Option]:

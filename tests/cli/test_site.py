@@ -111,7 +111,7 @@ def test_a_link_to_nowhere_fails_the_build(tmp_path: Path) -> None:
     to_nowhere = ("docs/nothing.md", "#nothing-here", "docs/use.md#nothing-there", "nothing.png")
     links = "".join(f"[x]({target}) " for target in ("docs/use.md#a-heading", *to_nowhere[:3])) + "![x](nothing.png)"
     (tmp_path / "docs").mkdir()
-    for name in ("conf.py", "site.css"):
+    for name in ("conf.py", "signatures.py", "site.css"):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     for name in documents():
         path = tmp_path / f"{name}.md"
