@@ -34,10 +34,13 @@ WORDS = [
 NAMES = [f"metric/recall/{name}" for name in (*WORDS, *(f"a{character}b" for character in CHARACTERS))]
 
 
+ANNOTATED = {"tags": ["a", "b"], "run_group": "paper", "notes": "why this run"}
+
+
 def run_info(folder: Path, *, run: str = "one", step: int = 0, **hyperparameters: str | float) -> RunInfo:
     run_dir = RunDir.at(folder / "run")
     run_dir.write_summary(run=run)
-    config = {"output_root": str(folder)}
+    config = {"output_root": str(folder), **ANNOTATED, "tags": ["a", "b"] if step == 0 else ["c"]}
     steps: dict[str, Any] = {"plan": None, "step": step, "after": step}  # they need no plan
     return RunInfo(run_dir=run_dir, config=config, hyperparameters=hyperparameters, **steps)
 
@@ -91,6 +94,21 @@ def test_a_run_keeps_the_values_of_its_first_start(tmp_path: Path) -> None:
         MLflow().build(run_info(tmp_path, step=step, lr=lr)).end("completed")
     (at_mlflow,) = stored(tmp_path)
     assert at_mlflow.data.params["lr"] == "0.1"
+
+
+def test_mlflow_has_the_tags_the_notes_and_the_group_of_the_last_start(tmp_path: Path) -> None:
+    for step, tags in ((0, "a, b"), (3, "c")):
+        MLflow().build(run_info(tmp_path, step=step)).end("completed")
+        (at_mlflow,) = stored(tmp_path)
+        expected = {"tags": tags, "run_group": "paper", "mlflow.note.content": "why this run"}
+        assert expected.items() <= at_mlflow.data.tags.items()
+
+
+def test_wandb_has_the_tags_the_notes_and_the_group(tmp_path: Path) -> None:
+    run = WandB().build(run_info(tmp_path))
+    at_wandb = vars(run)["run"]
+    assert ([*at_wandb.tags], at_wandb.notes, at_wandb.group) == (["a", "b"], "why this run", "paper")
+    run.end("completed")
 
 
 def test_the_variables_of_the_trackers_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

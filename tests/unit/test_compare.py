@@ -648,14 +648,57 @@ def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Pa
     assert Run(run(tmp_path / "alone", "seed=1")).swept == {}
     every: dict[str, Any] = {"log_every": 1, "eval_every": 1, "save_every": 1}
     plan = make_plan(examples=64, batch=64, epochs=1, total_steps=None, micro_batches=1, **every)
-    facts = RunInfo(run_dir=job, plan=plan, step=0, after=0, config={}, hyperparameters={"lr": 0.2, "batch": 64})
+    annotations = {"tags": ["a", "b"], "notes": "why"}
+    facts = RunInfo(
+        run_dir=job, plan=plan, step=0, after=0, config=annotations, hyperparameters={"lr": 0.2, "batch": 64}
+    )
     TensorBoard().build(facts).end("completed")
     content = EventAccumulator(str(job.path)).Reload().SummaryMetadata("_hparams_/session_start_info")
     session = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content).session_start_info
-    assert {key: value.number_value for key, value in session.hparams.items()} == {"optimizer.lr": 0.2, "seed": 0.0}
+    hparams = {key: value.string_value or value.number_value for key, value in session.hparams.items()}
+    assert hparams == {"optimizer.lr": 0.2, "seed": 0.0, "tags": "a, b"}
+    (notes,) = EventAccumulator(str(job.path)).Reload().Tensors("run/notes/text_summary")
+    assert notes.tensor_proto.string_val == [b"    why"]
     for damage in ("", '{"swept": [[]]}'):
         (swept.folder / "sweep.json").write_text(damage)
         assert Run(job.path).swept == {}
+
+
+def test_runs_are_shown_and_filtered_by_the_tags_notes_and_group_that_a_user_gave_them(
+    swept: Ledger, tmp_path: Path, capsys: CAPSYS
+) -> None:
+    folder = tmp_path / "outputs"
+    runs(str(folder), sort="when", filters=[], form="table")
+    assert "tags" not in table(capsys), "no run has one"
+    tagged = RunDir(run(folder / "tagged", score=1.0))
+    annotations = {"tags": ["a", "b c"], "run_group": "paper", "notes": "why this run"}
+    tagged.composed.write_text(components.dump({**COMPOSED, **annotations}))
+    job = RunDir(swept.folder / swept.records()[1].folder)  # the best
+    job.composed.write_text(components.dump({**Run(job.path).composed, "tags": ["c"]}))
+    runs(str(folder), sort="when", filters=[], form="table")
+    shown = table(capsys)
+    assert "a, b c  paper      why this run" in shown
+    for condition, names in {
+        "tags=a": ["tagged"],
+        "tags=b c": ["tagged"],
+        "tags=b": [],
+        "tags=c": ["sweeps/one"],
+        "run_group=paper": ["tagged"],
+    }.items():
+        runs(str(folder), sort="when", filters=[condition], form="json")
+        rows = json.loads(table(capsys))
+        assert [row["name"] for row in rows] == names, condition
+        assert all(row["tags"] for row in rows)
+    assert {key: rows[0][key] for key in annotations} == annotations
+    assert differing(read_runs(folder)) == ["optimizer.lr", "seed"], "they make no other run"
+    runs(str(folder), sort="when", filters=["tags=a"], form="csv")
+    assert "paper,why this run" in table(capsys)
+    assert "why this run" in report_text(tagged)
+
+
+def report_text(run_dir: RunDir) -> str:
+    report(str(run_dir.path))
+    return run_dir.report.read_text()
 
 
 def test_a_run_that_was_made_twice_is_one_sample_of_the_spread(tmp_path: Path) -> None:

@@ -187,6 +187,9 @@ class Job:
     repro: str = choice("exact", "exact", "strict")  # a resume cannot change it: batch norm counts other parts
     device: str = with_role(Role.rounding, choice("auto", "auto", "cpu", "cuda"))
     name: str = with_role(Role.place, ruled("job", TEXT))
+    tags: list[str] = with_role(Role.display, ruled([], TEXT))  # noqa: RUF009, a field with a factory
+    notes: str | None = with_role(Role.display, ruled(None, TEXT))
+    run_group: str | None = with_role(Role.display, ruled(None, TEXT))  # a `group` would be a group of options
     data_root: str = with_role(Role.place, pathname("data"))
     output_root: str = with_role(Role.place, personal(pathname("outputs"), FOLDER))
     resume: str | None = with_role(Role.place, pathname(None))

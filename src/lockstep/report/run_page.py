@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.config.options import differences, value_text
 from lockstep.core import safe_read
+from lockstep.core.annotations import annotations_of
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
@@ -184,6 +185,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         "state": str(run.state),
         "model": model,
         "data": data,
+        **annotations_of(run.composed),
         "batch": number(config.get("batch"), ","),
         "learning rate": number((config.get("optimizer") or {}).get("lr"), ".4g"),
         "ended early": facts.get("stopped_early"),

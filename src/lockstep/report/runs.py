@@ -11,6 +11,7 @@ from pathlib import Path
 from lockstep.config.commands import shell_command
 from lockstep.config.roles import is_sample
 from lockstep.core import log
+from lockstep.core.annotations import ANNOTATIONS
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Directions, Monitor
 from lockstep.core.run import Run, State
@@ -54,8 +55,8 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
     """Show the runs and sweeps of a folder; the jobs of a sweep for its folder; the details of a run for a run's.
 
     A `sort` by a figure of an evaluation puts the best first; by another column, the largest last. `filters` are
-    KEY=VALUE, KEY<NUMBER and KEY>NUMBER, on columns and on keys of the config. `columns` are figures to show in the
-    place of the score, or some of the keys.
+    KEY=VALUE, KEY<NUMBER and KEY>NUMBER, on columns and on keys of the config; a list fits by one of its items.
+    `columns` are figures to show in the place of the score, or some of the keys.
     """
     root = existing(folder)
     if form == "table" and RunDir(root).overrides.is_file() and not filters:
@@ -90,13 +91,28 @@ def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[
             *([Column("job", [_number(row) for row in rows])] if shown.is_sweep else []),
             Column("when", [row["when"][5:] for row in rows]),  # without the year
             *columns_of_keys(rows, shown.keys, chosen),
-            *(column_of_figure(rows, name, monitor, shown.directions) for name in names if name not in shown.keys),
+            *(
+                column_of_figure(rows, name, monitor, shown.directions)
+                for name in names
+                if name not in (*shown.keys, *ANNOTATIONS)
+            ),
+            *(_column_of_annotation(rows, name) for name in ANNOTATIONS if any(row[name] for row in rows)),
             Column("size", [format_bytes(row["size"]) for row in rows]),
             Column("state", [row["status"] for row in rows]),
             *([] if shown.is_sweep else [Column("name", [row["name"] for row in rows])]),
         ],
         form,
     )
+
+
+def _annotations(run: Run) -> Row:
+    return {key: run.composed.get(key) for key in ANNOTATIONS}
+
+
+def _column_of_annotation(rows: Sequence[Row], key: str) -> Column:
+    values = (row[key] or "" for row in rows)
+    texts = [", ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
+    return Column(key, texts, may_move=True)
 
 
 def _number(job: Row) -> str:
@@ -129,7 +145,7 @@ def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], Shown, list[str]
     for run in single:
         facts = _facts(run.folder, root, run.started, run.overrides, run.score, run.state, run.status)
         own = {key: Setting(value) for key, value in settings(run).items()}
-        rows.append((run, {**facts, **own, **{key: setting(run, key) for key in keys}}))
+        rows.append((run, {**facts, **_annotations(run), **own, **{key: setting(run, key) for key in keys}}))
     described: list[Row] = []
     for run, row in rows:
         values = {name: figure_of(run, name) for name in names if name not in row}
@@ -151,7 +167,8 @@ def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:
     facts = _facts(ledger.folder, root, started, identity.words, score, state, state)
     values = {key: Setting(value) for key, _, value in (word.partition("=") for word in identity.words)}
     run = JobRun(ledger, best or Record(number=0, overrides=(), folder=""), identity.monitor)
-    row = {**facts, **{key: values[key] for key in identity.swept if key in values}}
+    annotations = _annotations(Run(ledger.folder / (best or records[0]).folder)) if records else _annotations(run)
+    row = {**facts, **annotations, **{key: values[key] for key in identity.swept if key in values}}
     if any(map(is_sample, identity.swept)) and (jobs := read_jobs(ledger)):
         (setting_row, *_), names = groups(jobs), columns_of(jobs)
         row |= {key: setting_row[key] for name in names for key in (name, spread_of(name))}
@@ -187,7 +204,7 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
         )
     value, sign, limit = row.get(match[1]), match[2][0], match[2][1:]
     if sign == "=":
-        return str(value) == limit
+        return limit in map(str, value if isinstance(value, list) else [value])
     try:
         return float(value or "none") < float(limit) if sign == "<" else float(value or "none") > float(limit)
     except ValueError:

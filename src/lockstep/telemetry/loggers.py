@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.commands import shell_command
 from lockstep.config.options import option
+from lockstep.core.annotations import annotations_of
 from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, TEXT, choice, pathname, personal, ruled
 from lockstep.core.figures import finite, read_figures
@@ -27,6 +28,7 @@ __all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
 
 PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
+DESCRIPTION = "mlflow.note.content"  # the description on the page of a run
 EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70}
 # What MLflow refuses in a name: some characters, and what is not a relative path in its shortest form.
 NOT_FOR_MLFLOW = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
@@ -101,6 +103,10 @@ class WandBRun(Observer):
                 mode=mode,
                 id=run.id,
                 name=os.environ.get("WANDB_NAME", run.name),
+                # What is not set is W&B's: `WANDB_TAGS`, `WANDB_NOTES` and `WANDB_RUN_GROUP`.
+                tags=run.config.get("tags") or None,
+                notes=run.config.get("notes"),
+                group=run.config.get("run_group"),
                 resume="allow",
                 # Not in the run folder, which must not have links: W&B makes some.
                 dir=os.environ.get("WANDB_DIR", run.config["output_root"]),
@@ -183,6 +189,8 @@ class MLflowRun(Observer):
             place = None if store else (folder / "artifacts").as_uri()
             number = known.experiment_id if known else self.client.create_experiment(experiment, place, tags=KIND)
             self.id = self._run(number, run)
+        for key, text in annotations_of(run.config).items():
+            self.client.set_tag(self.id, DESCRIPTION if key == "notes" else key, text)
         self.last_steps = {
             tag: max(point.step for point in self.client.get_metric_history(self.id, tag))
             for tag in self.client.get_run(self.id).data.metrics

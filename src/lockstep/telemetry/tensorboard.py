@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep.config.commands import shell_command
 from lockstep.core import log
+from lockstep.core.annotations import annotations_of
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, escaped
 from lockstep.core.figures import BINS, Predictions, finite, is_of_option, number_or_text, place_of
@@ -99,6 +100,8 @@ class TensorBoardWriter(Observer):
         )
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
         facts = {key: number_or_text(value) for key, value in Run(run.folder).swept.items()} or run.hyperparameters
+        annotations = annotations_of(run.config)
+        facts = {**facts, **{key: text for key, text in annotations.items() if key != "notes"}}
         texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
         on_gpu = run.config.get("device") != "cpu"
         with self._tolerating_errors():
@@ -118,6 +121,8 @@ class TensorBoardWriter(Observer):
             for title, path in texts.items():
                 if path.exists():
                     add_text(training, title, read_text(path), int(run.after) + 1)
+            for key, text in annotations.items():
+                add_text(training, key, text, int(run.after) + 1)
             training.flush()
 
     @property
