@@ -1,7 +1,10 @@
 """A Dataset of torch as a data set: its images, its targets, its cuts, and what is said of one that does not fit."""
 
+import errno
 import inspect
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 from torchvision import datasets
 from torchvision.transforms.functional import to_tensor
 
-from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.data.datasets.items import DatasetOption, pixels_of
 from lockstep.data.datasets.of_torchvision import TORCHVISION_SPLITS, Torchvision
 
@@ -291,3 +294,85 @@ def test_data_sets_of_torchvision_are_read_by_name(tmp_path: Path) -> None:
     assert (cut.decode_size, len(cut.train()), len(cut.eval()), cut.test()) == (None, 6, 2, None)
     with pytest.raises(InputError, match=r"dataset.name is Flowers, expected .* Did you mean 'Flowers102'"):
         Torchvision(name="Flowers", **own).train()
+
+
+def test_a_concatenation_has_the_targets_names_and_groups_of_its_parts() -> None:
+    parts = Grouped(), Subset(Grouped(), range(4))
+    source = option(ConcatDataset(parts), Photos(), val_share=0.4)
+    assert source.class_names == ("a", "b", "c")
+    splits = (source.train(), source.eval())
+    numbers = [[int(split.name(n).split()[1]) % NUMBER for n in range(len(split))] for split in splits]
+    assert sorted([*numbers[0], *numbers[1]]) == sorted([*range(NUMBER), *range(4)])
+    assert not {number // 2 for number in numbers[0]} & {number // 2 for number in numbers[1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("label", 3), ("labels", lambda: CLASSES), ("target", None), ("group", "A"), ("targets", torch.tensor(3))],
+)
+def test_an_attribute_that_has_another_meaning_is_not_used(name: str, value: Any) -> None:
+    train = Photos()
+    setattr(train, name, value)
+    assert option(train, Photos()).train().labels.tolist() == CLASSES
+
+
+@pytest.mark.parametrize("target", [b"cat", object(), Image.fromarray(IMAGES[0])])
+def test_a_target_that_is_no_number_and_no_name_is_refused(target: Any) -> None:
+    with pytest.raises(
+        InputError, match=r"item 0 of the training split has a label of type .*expected the number or"
+    ):
+        option(Photos(targets=[target] * NUMBER), Photos()).train()
+
+
+def test_whole_numbers_for_each_label_are_not_taken_for_the_numbers_of_labels() -> None:
+    vectors = [(0, 1, 1), (1, 0, 0)] * 6
+    with pytest.raises(InputError, match=r"item 0 of the training split has the labels a, b, b, .*store floats"):
+        option(Photos(targets=vectors), Photos(targets=vectors), names=("a", "b", "c"), targets="labels").train()
+    lists = [(0, 1, 2), (1,)] * 6
+    labels = (
+        option(Photos(targets=lists), Photos(targets=lists), names=("a", "b", "c"), targets="labels").train().labels
+    )
+    assert labels[:2].tolist() == [[1, 1, 1], [0, 1, 0]]
+
+
+class Failing(Photos):
+    targets = CLASSES
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 4:
+            raise self.error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()])
+def test_storage_and_memory_that_fail_are_not_skipped_as_broken_items(error: Exception) -> None:
+    with pytest.raises((StorageError, MemoryError)):
+        option(Failing(error), Photos(), skip=5).train()
+    missing = FileNotFoundError(errno.ENOENT, "No such file")
+    assert len(option(Failing(missing), Photos(), skip=5).train()) == NUMBER
+
+
+def test_an_item_of_a_subset_is_named_with_the_line_of_its_own_code() -> None:
+    with pytest.raises(BrokenImage, match=r"item 3 of the training split: KeyError: .*\(test_items.py, line \d+\)"):
+        option(Subset(Failing(KeyError("no")), range(1, NUMBER)), Photos()).train().fetch([3])
+
+
+def test_items_of_a_dataset_that_is_not_thread_safe_are_read_one_at_a_time() -> None:
+    reading = []
+
+    class Slow(Photos):
+        def __getitem__(self, index: int) -> Any:
+            reading.append(index)
+            time.sleep(0.001)
+            assert reading == [index]
+            return super().__getitem__(reading.pop())
+
+    source = option(Slow(), Photos())
+    type(source).thread_safe = False
+    split = source.train()
+    with ThreadPoolExecutor(4) as pool:
+        assert len([*pool.map(split.fetch, ([number] for number in range(NUMBER)))]) == NUMBER

@@ -216,7 +216,7 @@ def test_the_targets_of_a_data_set_are_those_of_the_task(tmp_path: Path) -> None
 NO_NUMBERS = "expected a finite number; correct it"
 ONE_CLASS = "has one class; use task=multilabel or task=regression, or dataset.label_column=NAME"
 NO_CLASS = "numbered classes are whole numbers from 0"
-OTHERS = ", or dataset=NAME with one of csv, fake, hf, webdataset"
+OTHERS = ", or dataset=NAME with one of csv, fake, hf, torchvision, webdataset"
 # For each column or data set: what each task says of it; None: it fits.
 FITTING: dict[str, tuple[str | None, str | None, str | None]] = {
     "label_column=name": (None, None, NO_NUMBERS),

@@ -1,32 +1,36 @@
 """Any map-style `torch.utils.data.Dataset` as a data set: an option that returns one for each split."""
 
+import errno
 import hashlib
 import inspect
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import BrokenImage, InputError, StorageError, escaped
 from lockstep.core.fields import choice, pixels, ranged
 from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS
+from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets import photos
+from lockstep.data.datasets.composed import TARGET_NAMES, groups_of, names_in, source_of, stored_targets
 from lockstep.data.datasets.decode import ARRAY_TO_8_BITS, GREY, RGB, ImageFile, Pixels
 from lockstep.data.datasets.files import FileSource, FileSplit
 from lockstep.data.datasets.listing import Files, as_names
 from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.targets import as_targets, names_of, target_of
 
-# The names of an image and of its target, in items that are mappings and as attributes of a Dataset.
-IMAGE_NAMES, TARGET_NAMES = ("image", "img", "pixel_values"), ("targets", "labels", "label", "target")
+IMAGE_NAMES = ("image", "img", "pixel_values")  # of an image, in items that are mappings
 ANY = 0  # channels that stay as they are
 USUAL = (GREY, RGB, 4)  # the numbers of channels by which an image with the wrong order of axes is told
 SAMPLED, AGAIN = 32, 8  # items that are hashed, spread over a split, and how many of them are read again
@@ -51,15 +55,23 @@ class DatasetItem:
     items: Any
     index: int
     split: str
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def read(self) -> tuple[Any, Any]:
-        """Its image and its target. Raises ValueError with the line of the Dataset's own code that raised."""
+        """Its image and its target. Raises ValueError with the line of the Dataset's own code that raised.
+
+        Raises UnreadableStorage, MemoryError: the item may be sound.
+        """
         try:
-            item = self.items[self.index]
-        except StorageError:
+            with self.lock:
+                item = self.items[self.index]
+        except (StorageError, MemoryError):
             raise
         except Exception as error:  # the code is not ours
-            raise ValueError(f"{type(error).__name__}: {error} ({_line_of(error, type(self.items))})") from error
+            place = _line_of(error, type(source_of(self.items, self.index)[0]))
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+                raise UnreadableStorage(str(self), f"cannot be read ({error.strerror}, {place})") from error
+            raise ValueError(f"{type(error).__name__}: {error} ({place})") from error
         if isinstance(item, Mapping):
             keys = [next((key for key in names if key in item), None) for names in (IMAGE_NAMES, TARGET_NAMES)]
             item = tuple(item[key] for key in keys if key is not None)
@@ -113,6 +125,7 @@ class Items:
         shape: (height, width, channels) of the first image that can be used.
         alike: whether the images of the sample have one size.
         digest: a hash of the sample's pixels; empty if reading them again gave others.
+        lock: what is held while an item is read.
     """
 
     dataset: Any
@@ -121,9 +134,10 @@ class Items:
     shape: tuple[int, int, int]
     alike: bool
     digest: str
+    lock: AbstractContextManager[Any]
 
     @classmethod
-    def of(cls, dataset: Any, split: str) -> Self:
+    def of(cls, dataset: Any, split: str, lock: AbstractContextManager[Any]) -> Self:
         """Read the sample. Raises InputError: this is no map-style Dataset, or no item can be used."""
         _check_map_style(dataset, split)
         number = min(SAMPLED, len(dataset))
@@ -142,14 +156,14 @@ class Items:
         digest = hashlib.sha256(b"".join(image.tobytes() for image in images.values())).hexdigest()[:16]
         height, width, channels = next(iter(images.values())).shape
         alike = len({image.shape[:2] for image in images.values()}) == 1
-        return cls(dataset, split, sampled, (height, width, channels), alike, digest if same else "")
+        return cls(dataset, split, sampled, (height, width, channels), alike, digest if same else "", lock)
 
     def place(self, index: int) -> str:
         return str(DatasetItem(self.dataset, index, self.split))
 
     def targets(self, targets: str, names: Sequence[str]) -> list[Any]:
         """The targets of all items as `as_targets` takes them, from the Dataset or else from its items."""
-        stored = _stored_targets(self.dataset)
+        stored = stored_targets(self.dataset)
         if stored is None or any(_plain(stored[at]) != _plain(target) for at, target in self.sampled.items()):
             stored = [self._target(index) for index in range(len(self.dataset))]
         return [_as_stored(target, targets, names, self.place(index)) for index, target in enumerate(stored)]
@@ -167,16 +181,16 @@ class Items:
             f"the Dataset of the {SPLIT_NAMES[self.split]} split draws random numbers of its own, so a run is only "
             "the same up to them; the option augment draws the same ones everywhere",
         )
-        number, group = len(self.dataset), _group_of(self.dataset)
+        number, groups = len(self.dataset), groups_of(self.dataset)
         return Files(
-            lambda index: DatasetItem(self.dataset, int(index), self.split),
+            lambda index: DatasetItem(self.dataset, int(index), self.split, self.lock),
             np.arange(number),
             as_targets(targets, kind, names, self.place, ""),
             names,
             identity=f"{self.split}, {number:,} items, {self.digest or 'random'}",
             notes=() if self.digest else random,
             member_names=as_names(map(str, range(number))),
-            groups=None if group is None else as_names(str(group(index)) for index in range(number)),
+            groups=None if groups is None else as_names(groups),
         )
 
 
@@ -204,6 +218,8 @@ class DatasetOption(FileSource):
     channels: Any = ranged(None, least=1, most=MOST_CHANNELS)
     targets: str = choice(AUTO, AUTO, *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
 
+    thread_safe: ClassVar[bool] = True
+    """Whether several threads may read items of a Dataset at once."""
     part: ClassVar[str] = "split"
     test_split: ClassVar[None] = None  # see `FileSource`
 
@@ -257,11 +273,12 @@ class DatasetOption(FileSource):
                 "class with dataset.val_share=0.1"
             )
         datasets = zip(SPLIT_NAMES, (train, val, test), strict=True)
-        return {name: Items.of(items, name) for name, items in datasets if name == "train" or items is not None}
+        lock = nullcontext() if self.thread_safe else Lock()
+        return {name: Items.of(items, name, lock) for name, items in datasets if name == "train" or items is not None}
 
     def list_files(self) -> dict[str, Files]:
         splits = self._items()
-        names = tuple(map(str, self.names)) or _names_in(splits["train"].dataset)
+        names = tuple(map(str, self.names)) or names_in(splits["train"].dataset)
         targets = {name: items.targets(self.targets, names) for name, items in splits.items()}
         if not names:
             column = self.targets.removesuffix("s")
@@ -323,34 +340,6 @@ def _check_map_style(dataset: Any, split: str) -> None:
         raise InputError(f"{where} has no items; correct it")
 
 
-def _stored_targets(dataset: Any) -> Sequence[Any] | None:
-    if isinstance(dataset, Subset):
-        whole = _stored_targets(dataset.dataset)
-        return None if whole is None else [whole[index] for index in dataset.indices]
-    columns = getattr(dataset, "column_names", None)  # of Hugging Face's datasets
-    named = [name for name in TARGET_NAMES if (name in columns if columns else hasattr(dataset, name))]
-    stored = (dataset[named[0]][:] if columns else getattr(dataset, named[0])) if named else None
-    return None if stored is None or len(stored) != len(dataset) else stored
-
-
-def _group_of(dataset: Any) -> Callable[[int], Any] | None:
-    """What gives the group of an item by its index, if the Dataset has it."""
-    if isinstance(dataset, Subset):
-        whole, indices = _group_of(dataset.dataset), dataset.indices
-        return None if whole is None else lambda index: whole(indices[index])
-    return getattr(dataset, "group", None)
-
-
-def _names_in(dataset: Any) -> tuple[str, ...]:
-    """The names of the classes that a Dataset has, as torchvision's and Hugging Face's have them; empty without."""
-    if isinstance(dataset, Subset):
-        return _names_in(dataset.dataset)
-    features = getattr(dataset, "features", None) or {}
-    of_features = [getattr(features[key], "names", None) for key in TARGET_NAMES if key in features]
-    names = next(filter(None, of_features), None) or getattr(dataset, "classes", ())
-    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
-
-
 def _plain(target: Any) -> Any:
     """A target as Python's numbers, texts and lists of them."""
     if isinstance(target, Tensor | np.ndarray | np.generic):
@@ -369,6 +358,11 @@ def _as_stored(target: Any, targets: str, names: Sequence[str], place: str) -> A
             if not 0 <= cell < len(names):
                 raise InputError(f"dataset: {place} has the label {cell}, expected 0 to {len(names) - 1}; correct it")
             return names[cell]
+        if not isinstance(cell, str | int):
+            raise InputError(
+                f"dataset: {place} has a label of type {type(cell).__name__}, expected the number or the name of a "
+                "class; correct it"
+            )
         return str(cell)
 
     return target_of(value, targets, place, name)
@@ -376,7 +370,7 @@ def _as_stored(target: Any, targets: str, names: Sequence[str], place: str) -> A
 
 def _line_of(error: BaseException, cls: type[Any]) -> str:
     """The file and the line where a Dataset's own code raised, or else the innermost ones."""
-    own = inspect.getsourcefile(cls.__getitem__)
+    own = inspect.getsourcefile(cls.__getitem__) if inspect.isfunction(cls.__getitem__) else None
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
     return f"{Path(frame.filename).name}, line {frame.lineno}"

@@ -129,6 +129,13 @@ def as_targets(
     if targets == VALUES or (targets == LABELS and are_vectors(examples)):
         return as_numbers(examples, names, place, binary=targets == LABELS)
     cells, owners = _flattened(examples) if targets == LABELS else (examples, range(len(examples)))
+    if targets == LABELS and {*map(len, examples)} == {len(names)} and {*cells} <= {*names[:2]}:
+        twice = next((at for at, own in enumerate(examples) if len({*own}) < len(own)), None)
+        if twice is not None:  # a 0 or 1 for each label, as whole numbers
+            raise InputError(
+                f"dataset: {place(twice)} has the labels {', '.join(examples[twice])}, expected each label once; for "
+                "a 0 or 1 for each label, store floats (0.0, 1.0) or bools"
+            )
     numbers_by_name = {name: number for number, name in enumerate(names)}
     numbers = [numbers_by_name.get(class_name(cell), -1) for cell in cells]
     if -1 in numbers:
