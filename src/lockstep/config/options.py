@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform
 
-from lockstep.config.schema import CONF, GROUPS, MANY, RECIPES, Job
+from lockstep.config.schema import ANNOTATIONS, CONF, GROUPS, MANY, RECIPES, Job
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import config_defaults, leaves
@@ -302,3 +302,8 @@ def value_text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(value_text, value)) or "none"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def annotations_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """What a config says for people, by key: its tags in one text, its group and its notes, where it has them."""
+    return {key: value_text(config[key]) for key in ANNOTATIONS if config.get(key)}

@@ -58,6 +58,7 @@ GROUPS: Mapping[str, str] = {
 }
 RECIPES = "experiment"  # the group of the files that set keys of the job
 GLOBAL = "# @package _global_"  # the first line of such a file, for Hydra
+ANNOTATIONS = ("tags", "run_group", "notes")  # keys for people, who find a run by them
 FIELDS = "fields"  # the roles of the fields of a group's options, in the metadata of the group
 # Groups of which a job can have any number of options: `logger=[jsonl,tensorboard]`.
 MANY = frozenset({"metric", "callback", "logger"})

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.options import differences, value_text
+from lockstep.config.options import annotations_of, differences, value_text
 from lockstep.core import safe_read
-from lockstep.core.annotations import annotations_of
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lockstep.config.commands import shell_command
 from lockstep.config.roles import is_sample
+from lockstep.config.schema import ANNOTATIONS
 from lockstep.core import log
-from lockstep.core.annotations import ANNOTATIONS
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Directions, Monitor
 from lockstep.core.run import Run, State

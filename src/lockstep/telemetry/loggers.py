@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.config.commands import shell_command
-from lockstep.config.options import option
-from lockstep.core.annotations import annotations_of
+from lockstep.config.options import annotations_of, option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, TEXT, choice, pathname, personal, ruled
 from lockstep.core.figures import finite, read_figures
@@ -28,7 +27,6 @@ __all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
 
 PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
-DESCRIPTION = "mlflow.note.content"  # the description on the page of a run
 EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70}
 # What MLflow refuses in a name: some characters, and what is not a relative path in its shortest form.
 NOT_FOR_MLFLOW = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
@@ -190,7 +188,7 @@ class MLflowRun(Observer):
             number = known.experiment_id if known else self.client.create_experiment(experiment, place, tags=KIND)
             self.id = self._run(number, run)
         for key, text in annotations_of(run.config).items():
-            self.client.set_tag(self.id, DESCRIPTION if key == "notes" else key, text)
+            self.client.set_tag(self.id, "mlflow.note.content" if key == "notes" else key, text)
         self.last_steps = {
             tag: max(point.step for point in self.client.get_metric_history(self.id, tag))
             for tag in self.client.get_run(self.id).data.metrics

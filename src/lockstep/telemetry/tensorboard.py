@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.commands import shell_command
+from lockstep.config.options import annotations_of
 from lockstep.core import log
-from lockstep.core.annotations import annotations_of
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, escaped
 from lockstep.core.figures import BINS, Predictions, finite, is_of_option, number_or_text, place_of
