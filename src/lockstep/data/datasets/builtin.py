@@ -25,7 +25,7 @@ from lockstep.core.fields import choice, in_config, pathname, pixels, ranged, si
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import check_size, open_plain, stored
 from lockstep.core.safe_write import absent, check_names, locked, remove_empty
-from lockstep.data.datasets.arrays import ArraySplit, check_labels
+from lockstep.data.datasets.arrays import ArraySplit, as_array, as_bytes, as_labels
 from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.splitting import CutSource, Examples
 
@@ -58,8 +58,12 @@ class ArraySource(CutSource):
         return replace(self, input_size=AUTO)
 
     @abstractmethod
-    def read(self, train: bool) -> tuple[Tensor, Tensor]:
-        """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
+    def read(self, train: bool) -> tuple[Any, Any]:
+        """The images and labels of the training or the evaluation split, as tensors or arrays of NumPy.
+
+        Images (N, C, H, W) are uint8, or floats from 0 to 1, or booleans. Labels are integers (N,); with `targets` in
+        the class, `labels` are numbers from 0 to 1 and `values` any numbers, (N, classes).
+        """
 
     def train(self) -> ArraySplit:
         return _arrays(self.stored, "train")
@@ -95,13 +99,21 @@ def _part(split: ArraySplit, chosen: NDArray[np.bool_]) -> ArraySplit:
 
 
 def _published(source: ArraySource, train: bool) -> ArraySplit:
-    images, labels = source.read(train)
+    stored, known = source.read(train)
     where = "the training split" if train else "the evaluation split"
+    labels = as_labels(known, source.classes, source.targets, where)
+    try:
+        images = as_bytes(as_array(stored), f"an image of {where}")
+    except ValueError as error:
+        raise InputError(f"dataset: {error}") from error
     expected = (len(labels), *source.image_shape)
     if images.shape != expected:
-        raise InputError(f"dataset: {where} has images {(*images.shape,)}, expected one for each label, {expected}")
-    check_labels(labels, source.classes, where, source.targets)
-    return ArraySplit(images, labels)
+        channels_last = images.ndim == 4 and np.moveaxis(images, -1, 1).shape == expected
+        raise InputError(
+            f"dataset: {where} has images {images.shape}, expected one for each label, {expected}"
+            + "; return np.moveaxis(images, -1, 1)" * channels_last
+        )
+    return ArraySplit(torch.from_numpy(images), labels)
 
 
 @functools.cache

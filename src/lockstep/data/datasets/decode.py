@@ -34,6 +34,7 @@ from lockstep.core.errors import check_installed
 from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH, Preprocessing
 from lockstep.core.safe_read import MOST_BYTES, check_size, stored
 from lockstep.data.datasets import photos
+from lockstep.data.datasets.arrays import ARRAY_TO_8_BITS
 from lockstep.data.datasets.listing import Member
 
 Pixels = NDArray[np.uint8]  # (height, width, channels), from a decoder
@@ -55,7 +56,6 @@ UNBOUNDED: dict[int, Callable[[], Any]] = {
     32946: zlib.decompressobj,
     34925: lzma.LZMADecompressor,
 }
-ARRAY_TO_8_BITS = "((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')"
 PIXELS = MOST_BYTES // 8  # the most that an image may have, as no format needs more bytes for a pixel
 SCANS, SCANNED = 16, 4 * PIXELS  # a JPEG may have more scans than cameras make, if they go over few pixels: 2 s
 # The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.

@@ -23,8 +23,9 @@ from lockstep.core.fields import choice, pixels, ranged
 from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS
 from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets import photos
+from lockstep.data.datasets.arrays import as_bytes
 from lockstep.data.datasets.composed import TARGET_NAMES, groups_of, names_in, source_of, stored_targets
-from lockstep.data.datasets.decode import ARRAY_TO_8_BITS, GREY, RGB, ImageFile, Pixels
+from lockstep.data.datasets.decode import GREY, RGB, ImageFile, Pixels
 from lockstep.data.datasets.files import FileSource, FileSplit
 from lockstep.data.datasets.listing import Files, as_names
 from lockstep.data.datasets.sizes import AUTO
@@ -308,22 +309,7 @@ def pixels_of(image: Any) -> Pixels:
         raise ValueError(
             f"its image is of type {type(image).__name__} and of shape {(*np.shape(image),)}, expected {expected}"
         )
-    if array.dtype == np.bool_:
-        return array.astype(np.uint8) * 255
-    if np.issubdtype(array.dtype, np.floating):
-        low, high = float(array.min()), float(array.max())
-        if not (low >= 0 and high <= 1):  # also of NaN
-            raise ValueError(
-                f"its image has floats from {low:.4g} to {high:.4g}, expected 0 to 1; leave out a Normalize "
-                f"(the option's `mean` and `std` do it), or return {ARRAY_TO_8_BITS}"
-            )
-        return np.rint(array * np.asarray(255, array.dtype)).astype(np.uint8)
-    if array.dtype != np.uint8:
-        raise ValueError(
-            f"its image is {array.dtype}, expected uint8, or floats from 0 to 1; choose the values LOW and HIGH that "
-            f"are to be 0 and 255 in the whole data set, and return {ARRAY_TO_8_BITS}"
-        )
-    return np.ascontiguousarray(array)
+    return as_bytes(array, "its image")
 
 
 def _check_map_style(dataset: Any, split: str) -> None:

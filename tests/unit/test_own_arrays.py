@@ -1,0 +1,130 @@
+"""Data sets of arrays of a user's own: what they may return, and what is refused with the line that converts it."""
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.core.errors import InputError
+from lockstep.data.datasets.builtin import ArraySource
+
+PIXELS = np.arange(12 * 48, dtype=np.uint8).reshape(12, 3, 4, 4)
+KINDS = np.arange(12) % 2
+SHARES = np.stack([KINDS, 1 - KINDS], axis=1)
+
+
+def source(images: Any = PIXELS, labels: Any = KINDS, kind: str = "classes", **fields: Any) -> Any:
+    """A data set of these arrays, as an own class has it."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(ArraySource):
+        targets = kind
+        classes = 2
+        image_shape = (3, 4, 4)
+        mean = std = (0.5, 0.5, 0.5)
+
+        def read(self, train: bool) -> tuple[Any, Any]:
+            return images, labels
+
+    return Own(**fields)
+
+
+def as_floats(dtype: Any) -> Any:
+    return (PIXELS / np.float64(255)).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        *(
+            PIXELS,
+            torch.from_numpy(PIXELS),
+            PIXELS[:, :, ::-1].copy()[:, :, ::-1],
+            np.frombuffer(PIXELS.tobytes(), np.uint8).reshape(PIXELS.shape),
+        ),
+        *(as_floats(np.float16), as_floats(np.float32), as_floats(np.float64), torch.from_numpy(as_floats("f4"))),
+    ],
+    ids=["uint8", "tensor", "strides", "bytes", "f2", "f4", "f8", "float tensor"],
+)
+def test_images_of_any_kind_are_the_same_bytes(images: Any) -> None:
+    own = source(images)
+    assert own.train().images.dtype == torch.uint8
+    assert torch.equal(own.train().images, torch.from_numpy(PIXELS))
+    assert own.fingerprint() == source().fingerprint()
+
+
+def test_booleans_are_black_and_white() -> None:
+    assert torch.equal(source(PIXELS > 99).train().images, torch.from_numpy(PIXELS > 99) * torch.tensor(255).byte())
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        (
+            PIXELS.astype(np.uint16),
+            "an image of the training split is uint16, expected uint8, or floats from 0",
+        ),
+        (torch.from_numpy(PIXELS).long(), "is int64, expected uint8"),
+        (PIXELS.astype(np.float32), "has floats from 0 to 255, expected 0 to 1; leave out a Normalize"),
+        (as_floats("f4") - 0.5, "has floats from -0.5 to 0.5, expected 0 to 1"),
+        (np.full(PIXELS.shape, np.nan), "has floats from nan to nan, expected 0 to 1"),
+        (
+            PIXELS.transpose(0, 2, 3, 1),
+            "has images (12, 4, 4, 3), expected one for each label, (12, 3, 4, 4); re",
+        ),
+        (PIXELS[:5], "has images (5, 3, 4, 4), expected one for each label, (12, 3, 4, 4)"),
+        (PIXELS[:, 0], "has images (12, 4, 4), expected one for each label"),
+        ([[1], [1, 2]], "inhomogeneous shape"),
+    ],
+)
+def test_other_images_are_refused_in_one_sentence(images: Any, says: str) -> None:
+    with pytest.raises(InputError, match=f"^dataset: .*{re.escape(says)}"):
+        source(images).train()
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
+def test_labels_of_any_width_are_int64(dtype: str) -> None:
+    for labels in (KINDS.astype(dtype), torch.from_numpy(KINDS.astype(dtype)), KINDS.astype(dtype).tolist()):
+        numbers = source(labels=labels).train().labels
+        assert numbers.dtype == torch.int64
+        assert numbers.tolist() == KINDS.tolist()
+
+
+@pytest.mark.parametrize("kind", ["labels", "values"])
+@pytest.mark.parametrize("dtype", ["bool", "i4", "f4", "f8"])
+def test_numbers_of_labels_and_values_are_float32(kind: str, dtype: str) -> None:
+    own = source(labels=SHARES.astype(dtype), kind=kind)
+    assert own.train().labels.dtype == torch.float32
+    assert own.train().labels.tolist() == SHARES.tolist()
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "says"),
+    [
+        (KINDS / 1, "classes", "the classes of the training split are float64 (12,), expected integers (N,)"),
+        (["cat"] * 12, "classes", "are <U3 (12,), expected integers (N,)"),
+        (KINDS + 5, "classes", "example 0 of the training split has label 5, expected 0 to 1"),
+        (KINDS, "labels", "expected floats (N, 2)"),
+        (SHARES + 5, "labels", "expected shares from 0 to 1"),
+        ([[1], [1, 2]], "values", "are no array ("),
+    ],
+)
+def test_other_labels_are_refused_in_one_sentence(labels: Any, kind: str, says: str) -> None:
+    with pytest.raises(InputError, match=f"^dataset: .*{re.escape(says)}"):
+        source(labels=labels, kind=kind).train()
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("classes", KINDS), ("labels", SHARES), ("values", SHARES / 3)])
+def test_shares_folds_and_limits_hold_for_each_kind_of_targets(kind: str, labels: Any) -> None:
+    folds = [source(labels=labels, kind=kind, folds=3, fold=fold) for fold in range(3)]
+    evaluated = [own.eval().numbers.tolist() for own in folds]
+    assert sorted(number for fold in evaluated for number in fold) == [*range(12)]
+    assert all(not {*own.train().numbers.tolist()} & {*own.eval().numbers.tolist()} for own in folds)
+    assert len(folds[0].test()) == 12
+    assert len(source(labels=labels, kind=kind, val_share=0.25).train()) in (8, 9)
+    limited = source(labels=labels, kind=kind, limit=4).train()
+    assert len(limited) == 4
+    assert torch.equal(limited.labels, source(labels=labels, kind=kind).train().labels[limited.numbers])
