@@ -471,7 +471,7 @@ LISTS_KEYS: dict[str, str] = {
     "data.datasets.sizes.SIZES": "what `auto` chooses by the weights",
     "report.compare.DATA": "facts of checkpoints, not keys",
     "inference.export.INPUT, OUTPUT, BATCH": "names in exported files",
-    "data.datasets.items.IMAGE_NAMES, TARGET_NAMES": "names in the items of a user's Dataset",
+    "data.datasets.composed.TARGET_NAMES": "names in the items of a user's Dataset",
     "core.model_card.FITS": "values of a key",
     "core.run.SEED, FOLD": "two keys by name, for those who ask for their values",
 }
