@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import check_launched, launched_place
+from lockstep.core.native_threads import sleep_soon, sleeping_soon
 from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
@@ -113,6 +114,7 @@ def train(
             f"lockstep.train was called in one of {size} ranks, and each would train alone; start the script once "
             "and give ranks=N, or start the command lockstep train in each rank"
         )
+    sleep_soon()
     from lockstep.config import composition
     from lockstep.config import extensions as known
     from lockstep.core.figures import read_figures
@@ -138,7 +140,7 @@ def train(
                     invocation.folder.mkdir(parents=True, exist_ok=True)
             lock = locked.enter_context(closing(Lock()))
             prepared, job = create_run(replace(decide_resume(values, invocation), objects=objects), lock)
-        with prepared as run_dir:
+        with prepared as run_dir, nullcontext() if job.launcher.starts_ranks else sleeping_soon():
             objective = start_job(run_dir, job, named_objects(job, callbacks))
     return Result(
         folder=run_dir.path,

@@ -29,6 +29,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # Modules with names of modules in strings, which they import at run time, and why.
 NAMES_MODULES: dict[str, str] = {
+    "config.options": "what stands for the objects of a user's program, of which few jobs have any",
     "config.schema": "the groups, whose classes a config names; they are imported when one is built",
     "core.observer": "those who read every run, if their packages are there",
 }

@@ -169,3 +169,37 @@ def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
     words = [sys.executable, "-c", f"{CONFIGURE}; {SHOW}"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [*imported, expected]
+
+
+SPINNING = """
+import contextlib, os, time, torch
+from lockstep.core.native_threads import sleeping_soon
+torch.set_num_threads(2)
+numbers = torch.zeros(2**18)
+def used():
+    numbers.add_(1)
+    before = time.process_time()
+    for _ in range(30):
+        numbers.add_(1)
+        time.sleep(0.02)
+    return time.process_time() - before
+usual = used()
+with sleeping_soon():
+    torch.set_num_threads(2)
+    soon = used()
+print(usual, soon, used())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has another OpenMP there")
+def test_waiting_threads_of_a_program_that_has_imported_torch_sleep_soon(tmp_path: Path) -> None:
+    """Counted in the time on a core that they use while there is no work, however busy the machine is."""
+    variables = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run(
+        [sys.executable, "-c", SPINNING], env=variables, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    usual, soon, again = map(float, done.stdout.split())
+    assert soon < usual / 3
+    assert soon < again / 3, "as it was"
