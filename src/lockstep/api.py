@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -80,6 +82,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     ranks: int | None = None,
     extensions: Sequence[str] = (),
+    verbose: bool = True,
     **options: Any,
 ) -> Result:
     """Train one job from a script or a notebook, and wait for its end.
@@ -96,6 +99,8 @@ def train(
         callbacks: objects that take part in the run; ranks in other processes have copies.
         ranks: the number of processes that train together: `ranks=2` is the override `launcher.ranks=2`.
         extensions: import names of packages, which need not be installed.
+        verbose: whether to show what the command shows: progress, scores and notes. Without, only warnings are
+            shown, on standard error; `train.log` in the run folder has the rest.
         options: an object of an option's class in place of its words, by its group: `optimizer=SGD(lr=0.1)`, or
             `metric=[F1()]`. `model`, `dataset` and `loss` may be such objects too.
 
@@ -119,6 +124,7 @@ def train(
     from lockstep.config import extensions as known
     from lockstep.core.figures import read_figures
     from lockstep.core.locks import Lock
+    from lockstep.core.log import quiet
     from lockstep.core.run import Run
     from lockstep.core.safe_write import absent, remove_empty, storing
     from lockstep.job.prepare import create_run
@@ -131,6 +137,8 @@ def train(
     parts = {"model": model, "dataset": dataset, "loss": loss, **options}
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
     with guest(), ExitStack() as locked:
+        if not verbose:
+            locked.enter_context(quiet())
         known.use(extensions)
         words, objects = in_words({group: part for group, part in parts.items() if part is not None}, words)
         with composition.invoked(words) as (values, invocation):
@@ -243,3 +251,46 @@ def load(
     with guest():
         known.use(extensions)
         return load_predictor(path, device=device, module=model)
+
+
+class Rows(list[dict[str, Any]]):
+    """The rows of a table, dictionaries by column."""
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`. Raises InputError without pandas."""
+        if importlib.util.find_spec("pandas") is None:
+            raise InputError("to_pandas() needs pandas, which is not installed: pip install pandas")
+        return importlib.import_module("pandas").DataFrame(self)
+
+
+def runs(
+    folder: str | Path = "outputs", *, sort: str = "when", filters: Sequence[str] = (), columns: Sequence[str] = ()
+) -> Rows:
+    """The runs of a folder, or the jobs of a sweep: the rows of `lockstep runs FOLDER --json`.
+
+    The arguments are those of the command: `runs("outputs", filters=["model=resnet18"], sort="score")`. Raises
+    InputError: there are no runs, or one is damaged.
+    """
+    from lockstep.core.table import json_lines
+    from lockstep.records.runs import existing
+    from lockstep.report.runs import listed, without_status
+
+    rows, _, damaged = listed(existing(str(folder)), sort=sort, filters=filters, columns=columns)
+    if damaged:
+        raise InputError(*damaged)
+    return Rows(json.loads("\n".join(json_lines([without_status(row) for row in rows]))))
+
+
+def compare(*paths: str | Path, by: Sequence[str] = (), sort: str | None = None, columns: Sequence[str] = ()) -> Rows:
+    """Runs side by side: the rows of `lockstep compare PATH... --json`.
+
+    They are the differences between two runs, or the scores of more runs by the keys that differ. Raises InputError:
+    there are no runs, or one is damaged.
+    """
+    from lockstep.core.table import json_lines
+    from lockstep.report.compare import compared
+
+    _, rows, damaged = compared([str(path) for path in paths], by=by, sort=sort, columns=columns)
+    if damaged:
+        raise InputError(*damaged)
+    return Rows(json.loads("\n".join(json_lines(rows))))

@@ -154,6 +154,22 @@ def test_compare_names_the_types_and_the_weights_of_objects(one: dict[str, Any])
     assert rows["model.weights"][0] != rows["model.weights"][1]
 
 
+def test_rows_are_those_of_the_commands(one: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = one["by name"][1], one["given"][1]
+    folder = str(Path(first).parent)
+    for rows, words in (
+        (lockstep.runs(folder, sort="score"), ("runs", folder, "--sort", "score")),
+        (lockstep.compare(first, second), ("compare", first, second)),
+        (lockstep.compare(folder), ("compare", folder)),
+    ):
+        assert rows == json.loads(forked("lockstep", *words, "--json").out)
+        table = rows.to_pandas()
+        assert [*table.columns] == [*dict.fromkeys(name for row in rows for name in row)]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(lockstep.InputError, match="needs pandas, which is not installed: pip install pandas"):
+        rows.to_pandas()
+
+
 @pytest.mark.parametrize("words", [(), ("fresh",)], ids=["forked ranks", "fresh ranks"])
 def test_objects_go_to_the_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
     ranks = result(tmp_path, TWO, *words)
@@ -173,6 +189,23 @@ def test_without_cloudpickle_a_class_of_the_script_is_refused_by_name(monkeypatc
         tensor, option = unpacked(Path(file))
     assert torch.equal(tensor, torch.ones(2))
     assert option == DigitNet()
+
+
+QUIET = """
+import sys
+import lockstep
+words = ["device=cpu", "steps=1", "train.eval_every=1", "optimizer.lr=1e4", "launcher.threads=1"]
+run = lockstep.train(words, verbose=False, ranks=int(sys.argv[1]))
+assert "done in" in (run.folder / "train.log").read_text()
+print("end")
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_without_verbose_a_run_prints_nothing(tmp_path: Path, ranks: str) -> None:
+    (tmp_path / "script.py").write_text(QUIET)
+    done = forked(str(tmp_path / "script.py"), ranks, cwd=tmp_path)
+    assert (done.code, done.out, done.err) == (0, "end\n", "")
 
 
 @pytest.mark.parametrize(

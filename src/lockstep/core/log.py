@@ -40,8 +40,22 @@ class LineFormatter(logging.Formatter):
         return escaped(super().format(record))
 
 
+QUIET = "LOCKSTEP_QUIET"  # the variable that keeps the ranks of a quiet program from writing to standard output
 # Prints plain lines in a notebook too, where rich would otherwise show each line as an HTML block.
-console = Terminal(highlight=False, force_jupyter=False, file=cast(IO[str], standard("stdout")))
+console = Terminal(
+    highlight=False, force_jupyter=False, quiet=QUIET in os.environ, file=cast(IO[str], standard("stdout"))
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context in which only warnings are shown, on standard error; the log files have all lines."""
+    before, os.environ[QUIET], console.quiet = console.quiet, "1", True
+    try:
+        yield
+    finally:
+        console.quiet = before
+        del os.environ[QUIET]
 
 
 class LogFile(logging.FileHandler):
@@ -118,7 +132,9 @@ def show(text: str) -> None:
 
 def note(text: str) -> None:
     """Print a sentence about a result to standard error: the output itself may be read by a program."""
-    Terminal(highlight=False, stderr=True).print(wrapped(text, stream="stderr"), soft_wrap=True, style="dim")
+    Terminal(highlight=False, stderr=True, quiet=console.quiet).print(
+        wrapped(text, stream="stderr"), soft_wrap=True, style="dim"
+    )
 
 
 def wrapped(text: str, indent: int = 2, stream: str = "stdout") -> Text:
@@ -145,7 +161,8 @@ def warn(message: str) -> None:
 
 def show_warning(message: str) -> None:
     """Warn the user on the terminal only, for use where no log is open."""
-    console.print(wrapped(f"warning: {message}"), soft_wrap=True, style="yellow")
+    shown_on = Terminal(highlight=False, stderr=True) if console.quiet else console
+    shown_on.print(wrapped(f"warning: {message}"), soft_wrap=True, style="yellow")
 
 
 @contextmanager

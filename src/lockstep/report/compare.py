@@ -98,14 +98,8 @@ def compare(
 
     `columns` are the figures to show in the place of the score and the metrics, or some of the keys.
     """
-    read = [run for path in paths for run in read_runs(existing(path))]
-    runs = list({run.folder.resolve(): run for run in read}.values())
-    runs = [run for run in runs if "rung" not in run.typed_values] or runs  # rungs have their own table
-    damaged = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
-    two = len(runs) == len(paths) == 2 and not (by or columns or damaged)
-    rows = causes(runs) if two else groups(runs, by, [*columns, *([sort] if sort else [])])
-    check_columns("--columns", columns, rows)
-    rows = rows if sort is None else ordered(rows, sort, directions_of(runs))
+    runs, rows, damaged = compared(paths, by=by, sort=sort, columns=columns)
+    two = are_two(paths, runs, by, columns, damaged)
     if form in ("csv", "json"):
         show_rows(rows, form)
     elif two:
@@ -117,6 +111,27 @@ def compare(
             log.show(f"{count} {state}: {error}")
     if damaged:
         raise InputError(*damaged)
+
+
+def compared(
+    paths: Sequence[str], *, by: Sequence[str] = (), sort: str | None = None, columns: Sequence[str] = ()
+) -> tuple[list[Run], list[Row], list[str]]:
+    """The runs that `compare` reads, its rows, and what is damaged."""
+    read = [run for path in paths for run in read_runs(existing(path))]
+    runs = list({run.folder.resolve(): run for run in read}.values())
+    runs = [run for run in runs if "rung" not in run.typed_values] or runs  # rungs have their own table
+    damaged = [*dict.fromkeys(run.error for run in runs if run.state == State.damaged)]
+    two = are_two(paths, runs, by, columns, damaged)
+    rows = causes(runs) if two else groups(runs, by, [*columns, *([sort] if sort else [])])
+    check_columns("--columns", columns, rows)
+    return runs, rows if sort is None else ordered(rows, sort, directions_of(runs)), damaged
+
+
+def are_two(
+    paths: Sequence[str], runs: Sequence[Run], by: Sequence[str], columns: Sequence[str], damaged: Sequence[str]
+) -> bool:
+    """Whether the comparison lists the differences between two runs, and not their scores."""
+    return len(runs) == len(paths) == 2 and not (by or columns or damaged)
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:

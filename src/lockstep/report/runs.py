@@ -62,13 +62,9 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
     if form == "table" and RunDir(root).overrides.is_file() and not filters:
         show_run(read_single(root))
         return
-    rows, shown, damaged = _rows(root, [*columns, sort])
-    check_columns("--columns", columns, rows)
-    known = {name for row in rows for name in row}
-    rows = [row for row in rows if all(_fits(row, condition, known) for condition in filters)]
-    rows = ordered(rows, sort, shown.directions)
+    rows, shown, damaged = listed(root, sort=sort, filters=filters, columns=columns)
     if form in ("csv", "json"):
-        show_rows([{key: row[key] for key in row if key != "status"} for row in rows], form)
+        show_rows([without_status(row) for row in rows], form)
     else:
         for number, (monitor, table) in enumerate(tables(rows).items()):
             if number:
@@ -81,6 +77,22 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
         log.show(f"no run fits {' and '.join(filters)}")
     if damaged:
         raise InputError(*damaged)
+
+
+def listed(
+    root: Path, *, sort: str = "when", filters: Sequence[str] = (), columns: Sequence[str] = ()
+) -> tuple[list[Row], Shown, list[str]]:
+    """The rows of `runs`, what it shows of them, and what is damaged."""
+    rows, shown, damaged = _rows(root, [*columns, sort])
+    check_columns("--columns", columns, rows)
+    known = {name for row in rows for name in row}
+    rows = [row for row in rows if all(_fits(row, condition, known) for condition in filters)]
+    return ordered(rows, sort, shown.directions), shown, damaged
+
+
+def without_status(row: Row) -> Row:
+    """A row for programs: its state is a column of its own."""
+    return {key: row[key] for key in row if key != "status"}
 
 
 def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[str], form: str) -> None:
