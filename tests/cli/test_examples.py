@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from helpers import ROOT, Done, forked, records, weights
 from lockstep.core.run import Run
 
 EXAMPLES = ROOT / "docs" / "examples"
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 MOST_LINES = 60
 KILL = '''
 import os
@@ -92,3 +95,45 @@ def test_each_example_is_short_and_in_the_document() -> None:
         assert lines <= MOST_LINES, project
         assert f"[{project}]({project}/{project}/__init__.py)" in text
     assert projects() == sorted(WORDS)
+
+
+def lines_of_code(text: str, *, imports: bool) -> int:
+    """The lines of Python without empty lines, comments and docstrings, and perhaps without imports."""
+    omitted = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or (not imports and isinstance(node, ast.Import | ast.ImportFrom)):
+            omitted |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(re.match(r"\s*[^\s#]", line)) and number not in omitted for number, line in lines)
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The cells of the table behind a heading of docs/extending.md, by the first one."""
+    part = EXTENDING.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    table = part.partition("\n|---")[2].partition("\n\n")[0].splitlines()[1:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+    return {first: further for first, *further in cells}
+
+
+def test_the_table_of_a_project_moved_over_has_the_lines_of_a_new_project() -> None:
+    template = ROOT / "src" / "lockstep" / "template"
+    files = [template / "train.py", *(template / "my_project").rglob("*.py"), *template.rglob("conf/*/*.yaml")]
+    configs = [line for path in files if path.suffix == ".yaml" for line in path.read_text().splitlines()]
+    lines = sum(lines_of_code(path.read_text(), imports=True) for path in files if path.suffix == ".py")
+    lines += sum(bool(re.match(r"\s*[^\s#]", line)) for line in configs)
+    table = rows("A project moved over")
+    *parts, together = table.values()
+    assert together == ["16 files", "186", f"{len(files)} files", str(lines)]
+    assert [sum(int(part[column]) for part in parts) for column in (1, 3)] == [186, lines]
+
+
+def test_the_table_of_extensions_has_the_lines_of_its_blocks() -> None:
+    blocks = re.findall(r"^```python\n# mine/(\w+)\.py\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL)
+    lines = {name: lines_of_code(text, imports=False) for name, text in blocks}
+    table = {row: int(cells[0].split()[0]) for row, cells in rows("Twelve extensions, counted").items()}
+    shown = {"flat": "a model", "squared": "a loss", "worst": "a metric", "invert": "an augmentation"}
+    shown |= {"adamax": "an optimizer", "triangle": "a schedule", "bell": "a logger"}
+    shown |= {"noisy": "a callback with state"}
+    assert {name: table[row] for name, row in shown.items()} == {name: lines[name] for name in shown}
+    assert len(table) == 12
