@@ -165,6 +165,10 @@ class Broken(lockstep.Callback):
         if self.kind == "logs":
             run.log("nobody/knows", 1)
 
+    def evaluated(self, step, scores, best):
+        if self.kind == "observes":
+            scores["nobody/knows"]
+
     def state_dict(self):
         return {"lists": [{"sets": set()}]} if self.kind == "keeps" else {}
 '''
@@ -309,6 +313,11 @@ def test_a_resume_with_other_callbacks_says_so(project: Path) -> None:
         ),
         (("callback=[broken]", *TWO), 70, r"callback broken: step_end raised RuntimeError: shape '\[3\]'"),
         (
+            ("callback=[broken]", "callback.broken.kind=observes"),
+            70,
+            r"own/__init__.py:\d+: callback broken: evaluated raised KeyError: 'nobody/knows'",
+        ),
+        (
             ("callback=[broken]", "callback.broken.kind=logs"),
             2,
             "callback: the figure 'nobody/knows' is not declared",
@@ -333,7 +342,7 @@ def test_a_mistake_in_a_callback_is_one_sentence(
     assert re.search(sentence, done.err), done.err
     assert "Traceback" not in done.err
     line = next(number for number, text in enumerate(PACKAGE.splitlines(), 1) if "# the line" in text)
-    assert code == 2 or f"{project}/own/__init__.py:{line}: " in done.err
+    assert code == 2 or "evaluated" in sentence or f"{project}/own/__init__.py:{line}: " in done.err
 
 
 class Counting(lockstep.Callback):

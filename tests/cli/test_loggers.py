@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers import forked, records, resolved, train, train_here
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
 from lockstep.job.validate import check_job
@@ -67,7 +67,7 @@ def test_an_observer_is_told_of_a_run_and_its_error_leaves_a_run_to_go_on_with(
     tmp_path: Path, observers: list[Told]
 ) -> None:
     words = (*SMALL, "logger=jsonl", "checkpoint.every=4")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LockstepError, match="logger Told: evaluated raised ZeroDivisionError: a logger's own error"):
         train_here(tmp_path / "run", *words)
     train_here(tmp_path / "run", *words)
     for observer, begun, evaluated, saved, outcome in (
@@ -98,9 +98,28 @@ def test_each_observer_ends_even_if_one_of_them_fails() -> None:
             if self.error:
                 raise self.error
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LockstepError, match=r"test_loggers.py:\d+: logger Ends: end raised ZeroDivisionError"):
         Observers(Ends(None), Ends(ZeroDivisionError()), Ends(None)).end("completed")
     assert ended == ["completed"] * 3
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(Observer) if not name.startswith("_")))
+def test_a_users_observer_that_raises_is_named_with_its_method_and_line_and_ours_keeps_its_error(
+    name: str,
+) -> None:
+    def fail(*values: object) -> None:
+        raise ZeroDivisionError("nothing to divide")
+
+    method: Any = property(fail) if name == "commands" else fail
+    known: dict[str, list[Any]] = {"commands": [], "write": [1, {}]}
+    values = known[name] if name in known else [None] * (vars(Observer)[name].__code__.co_argcount - 1)
+    for module, error, says in (
+        ("mine", LockstepError, rf"test_loggers.py:\d+: logger Own: {name} raised ZeroDivisionError: nothing to"),
+        ("lockstep.ours", ZeroDivisionError, "^nothing to divide"),
+    ):
+        observers = Observers(type("Own", (Observer,), {name: method, "__module__": module})())
+        with pytest.raises(error, match=says):
+            getattr(observers, name)(*values)
 
 
 def test_several_observers_are_told_all_that_one_is_told() -> None:

@@ -6,7 +6,9 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from lockstep.config.options import is_ours, name_of
 from lockstep.config.roles import TARGET
 from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.data_protocols import Shard
-from lockstep.core.errors import InputError, shown
+from lockstep.core.errors import InputError, LockstepError, reason_of, shown
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions, check_declared, figures_of, read_figures
 from lockstep.core.log import close_all
@@ -46,6 +48,7 @@ from lockstep.training.train_state import Progress, TrainState
 
 # A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
+OURS = str(Path(__file__).parent)  # the code that calls observers
 
 
 class Observers(Observer):
@@ -75,38 +78,72 @@ class Observers(Observer):
             for observer in self.observers:
                 written |= self.logged
                 self.logged.clear()
-                observer.write(step, dict(written))
+                with self.in_words(observer, "write"):
+                    observer.write(step, dict(written))
 
     def findings(self, evidence: Any) -> Mapping[str, Any]:
-        return {key: fact for observer in self.observers for key, fact in observer.findings(evidence).items()}
+        found: dict[str, Any] = {}
+        for observer in self.observers:
+            with self.in_words(observer, "findings"):
+                found |= observer.findings(evidence)
+        return found
 
     @property
     def commands(self) -> Sequence[str]:
-        return [command for observer in self.observers for command in observer.commands]
+        commands: list[str] = []
+        for observer in self.observers:
+            with self.in_words(observer, "commands"):
+                commands += observer.commands
+        return commands
 
-    def _tell(self, tell: Callable[[Observer], None]) -> None:
-        """Call `tell` with each observer, in order."""
+    def label(self, observer: Any) -> str:
+        """The name of an observer, or of the logger that builds it, in a sentence."""
+        return f"logger {name_of(type(observer))}"
+
+    @contextmanager
+    def in_words(self, observer: Any, method: str) -> Iterator[None]:
+        """Name the observer, the method and the user's line where an exception that is not ours comes from.
+
+        An observer of ours that raises has a bug, or its library has: then the traceback is shown.
+        """
+        try:
+            yield
+        except LockstepError:
+            raise
+        except Exception as error:
+            if is_ours(type(observer)):
+                raise
+            raised = f"{method} raised {type(error).__name__}: {reason_of(error)}"
+            raise LockstepError(f"{_place(error)}{self.label(observer)}: {raised}") from error
+
+    def call(self, observer: Observer, method: str, *values: Any) -> None:
+        """Call a method of an observer. Raises LockstepError: a user's one has raised."""
+        with self.in_words(observer, method):
+            getattr(observer, method)(*values)
+
+    def _tell(self, method: str, *values: Any) -> None:
+        """Call a method of each observer, in order."""
         with self.lock:
             for observer in self.observers:
-                tell(observer)
+                self.call(observer, method, *values)
 
     def first_batch(self, micro: Shard, images: Tensor) -> None:
-        self._tell(lambda observer: observer.first_batch(micro, images))
+        self._tell("first_batch", micro, images)
 
     def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._tell(lambda observer: observer.write_gpu(step, scalars))
+        self._tell("write_gpu", step, scalars)
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
-        self._tell(lambda observer: observer.evaluated(step, scores, best))
+        self._tell("evaluated", step, scores, best)
 
     def predicted(self, predictions: Predictions) -> None:
-        self._tell(lambda observer: observer.predicted(predictions))
+        self._tell("predicted", predictions)
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        self._tell(lambda observer: observer.saved(step, checkpoint))
+        self._tell("saved", step, checkpoint)
 
     def completed(self, summary: Mapping[str, Any]) -> None:
-        self._tell(lambda observer: observer.completed(summary))
+        self._tell("completed", summary)
 
     def write_logged(self) -> None:
         """Write the figures that wait for the next ones."""
@@ -116,13 +153,19 @@ class Observers(Observer):
     def flush(self) -> None:
         with self.lock:
             self.write_logged()
-            for observer in self.observers:
-                observer.flush()
+            self._tell("flush")
 
     def end(self, outcome: Outcome) -> None:
-        ends = (lambda observer=observer: observer.end(outcome) for observer in self.observers)
+        ends = (partial(self.call, observer, "end", outcome) for observer in self.observers)
         with self.lock, close_all(self.write_logged, *ends):
             pass
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's file where an error comes from, for the begin of a sentence."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]  # the last one is the deepest
+    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
 
 
 def build_observers(
@@ -220,7 +263,10 @@ def _observe(
         model=state.model,
         log=observers.log,
     )
-    own = [logger.build(run) for logger in loggers]
+    own: list[Observer] = []
+    for logger in loggers:
+        with observers.in_words(logger, "build"):
+            own.append(logger.build(run))
     listening = [listener(run) for listener in listeners()]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}

@@ -1,7 +1,6 @@
 """The moments of a run at which callbacks are called, the stop that all ranks follow, and the callbacks' state."""
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from lockstep.checkpoint.state import check_plain, host_copies
 from lockstep.core.data_protocols import Shard
-from lockstep.core.errors import LockstepError, reason_of
 from lockstep.core.observer import Callback, TrainingRun
 from lockstep.runtime.signals import StopNow
 from lockstep.training.build_observers import Observers
@@ -29,18 +27,21 @@ class Callbacks(Observers):
         super().__init__(*callbacks.values(), names=names)
         self.callbacks = callbacks
 
-    def call(self, moment: str, *values: Any) -> None:
+    def label(self, observer: Any) -> str:
+        names = [name for name, callback in self.callbacks.items() if callback is observer]
+        return f"callback {names[0]}" if names else super().label(observer)
+
+    def tell(self, moment: str, *values: Any) -> None:
         """Call a method of each callback. Raises LockstepError: one has raised, with the line of the user's file."""
         with self.lock:
-            for name, callback in self.callbacks.items():
-                with in_words(name, moment):
-                    getattr(callback, moment)(*values)
+            for callback in self.callbacks.values():
+                self.call(callback, moment, *values)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The state of each callback. Raises InputError for a value that no checkpoint can have."""
         states = {}
         for name, callback in self.callbacks.items():
-            with in_words(name, "state_dict"):
+            with self.in_words(callback, "state_dict"):
                 states[name] = callback.state_dict()
             check_plain(states[name], f"callback {name}: state_dict")
         return states
@@ -48,24 +49,8 @@ class Callbacks(Observers):
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         for name, callback in self.callbacks.items():
             if name in states:
-                with in_words(name, "load_state_dict"):
+                with self.in_words(callback, "load_state_dict"):
                     callback.load_state_dict(host_copies(states[name]))
-
-
-@contextmanager
-def in_words(name: str, moment: str) -> Iterator[None]:
-    """Name the callback, the method and the user's line where an exception that is not ours comes from."""
-    try:
-        yield
-    except LockstepError:
-        raise
-    except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        own = [frame for frame in frames if frame.filename == frames[0].filename]  # the last one is the deepest
-        place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-        raise LockstepError(
-            f"{place}callback {name}: {moment} raised {type(error).__name__}: {reason_of(error)}"
-        ) from error
 
 
 @dataclass(kw_only=True)
@@ -86,7 +71,7 @@ class Moments:
 
     def start(self) -> None:
         """Begin the run, with the state of its checkpoint. Raises InputError for a state that cannot be saved."""
-        self.callbacks.call("run_start", self.run)
+        self.callbacks.tell("run_start", self.run)
         self.callbacks.load_state_dict(self.saved)
         self.callbacks.state_dict()
 
@@ -98,9 +83,9 @@ class Moments:
         run.outputs.clear()
         with self.undone_by_stop() if begins_epoch else nullcontext():
             if begins_epoch:
-                self.callbacks.call("epoch_start", run)
+                self.callbacks.tell("epoch_start", run)
             scalars = take(shard)
-        self.callbacks.call("step_end", run)
+        self.callbacks.tell("step_end", run)
         self.agree()
         return scalars
 
@@ -114,27 +99,27 @@ class Moments:
 
         def reduced() -> None:
             listener.reduced()
-            self.callbacks.call("after_backward", self.run)
+            self.callbacks.tell("after_backward", self.run)
 
         return replace(listener, record=record, reduced=reduced)
 
     def evaluation(self, evaluate: Callable[[], EvaluationFigures]) -> EvaluationFigures:
         """Evaluate, with what comes before and after; `evaluate` returns figures by name and by tag. Collective."""
         with self.undone_by_stop():
-            self.callbacks.call("evaluation_start", self.run)
+            self.callbacks.tell("evaluation_start", self.run)
             figures, scalars = evaluate()
-        self.callbacks.call("evaluation_end", self.run, scalars)
+        self.callbacks.tell("evaluation_end", self.run, scalars)
         self.agree()
         return figures, scalars
 
     def end(self) -> None:
         """End the run."""
-        self.callbacks.call("run_end", self.run)
+        self.callbacks.tell("run_end", self.run)
 
     def epoch_end(self) -> None:
         """End the epoch, if the present step is its last one. Collective."""
         if self.run.plan.position(self.run.step + 1) == 0:
-            self.callbacks.call("epoch_end", self.run)
+            self.callbacks.tell("epoch_end", self.run)
             self.agree()
 
     def agree(self) -> None:
