@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import check_launched, launched_place
-from lockstep.core.native_threads import sleep_soon, sleeping_soon
+from lockstep.core.native_threads import sleep_soon
 from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
@@ -131,7 +131,7 @@ def train(
     from lockstep.job.resume import decide_resume
     from lockstep.job.validate import named_objects
     from lockstep.job.worker import start_job
-    from lockstep.runtime.guest import guest
+    from lockstep.runtime.guest import guest, sleeping_soon
     from lockstep.training.objects import in_words
 
     parts = {"model": model, "dataset": dataset, "loss": loss, **options}

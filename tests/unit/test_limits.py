@@ -173,7 +173,7 @@ def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
 
 SPINNING = """
 import contextlib, os, time, torch
-from lockstep.core.native_threads import sleeping_soon
+from lockstep.runtime.guest import sleeping_soon
 torch.set_num_threads(2)
 numbers = torch.zeros(2**18)
 def used():

@@ -40,22 +40,24 @@ class LineFormatter(logging.Formatter):
         return escaped(super().format(record))
 
 
-QUIET = "LOCKSTEP_QUIET"  # the variable that keeps the ranks of a quiet program from writing to standard output
+QUIET_VARIABLE = (
+    "LOCKSTEP_QUIET"  # the variable that keeps the ranks of a quiet program from writing to standard output
+)
 # Prints plain lines in a notebook too, where rich would otherwise show each line as an HTML block.
 console = Terminal(
-    highlight=False, force_jupyter=False, quiet=QUIET in os.environ, file=cast(IO[str], standard("stdout"))
+    highlight=False, force_jupyter=False, quiet=QUIET_VARIABLE in os.environ, file=cast(IO[str], standard("stdout"))
 )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """A context in which only warnings are shown, on standard error; the log files have all lines."""
-    before, os.environ[QUIET], console.quiet = console.quiet, "1", True
+    before, os.environ[QUIET_VARIABLE], console.quiet = console.quiet, "1", True
     try:
         yield
     finally:
         console.quiet = before
-        del os.environ[QUIET]
+        del os.environ[QUIET_VARIABLE]
 
 
 class LogFile(logging.FileHandler):

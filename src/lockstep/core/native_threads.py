@@ -4,9 +4,6 @@ import importlib
 import os
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
 
 from lockstep.core.errors import InputError
 
@@ -47,34 +44,6 @@ def sleep_soon() -> None:
     """Have the waiting threads of torch sleep soon, unless the user has chosen when, or torch is imported already."""
     if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-
-
-@contextmanager
-def sleeping_soon() -> Iterator[None]:
-    """The context in which they do so in a program that imported torch before, when libgomp read its variables.
-
-    There is no other way then: libgomp has its threads sleep almost at once while they are more than the cores. A
-    thread that has used its own team of them, and sleeps until the end, makes them so many.
-    """
-    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() or not sys.platform.startswith("linux"):
-        yield
-        return
-    torch, has_team, ended = importlib.import_module("torch"), Event(), Event()
-
-    def hold_team() -> None:
-        torch.set_num_threads(1 + len(os.sched_getaffinity(0)))  # of this thread; a rank sets its own number later
-        torch.zeros(2**20).add_(1)
-        has_team.set()
-        ended.wait()
-
-    thread = Thread(target=hold_team, name="sleeping soon", daemon=True)
-    thread.start()
-    has_team.wait()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def configure_native_threads() -> None:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,32 @@ def guest() -> Iterator[None]:
         for (read, write), value in zip(SETTINGS, before, strict=True):
             if repr(read()) != repr(value):  # writing may be slow: deterministic algorithms import the compiler
                 write(value)
+
+
+@contextmanager
+def sleeping_soon() -> Iterator[None]:
+    """The context in which waiting threads of torch sleep soon, unless a variable says when.
+
+    libgomp reads its variables when it is loaded, and the program may have imported torch long ago. There is no other
+    way then: libgomp has its threads sleep almost at once while they are more than the cores. A thread that has used
+    its own team of them, and sleeps until the end, makes them so many.
+    """
+    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() or not sys.platform.startswith("linux"):
+        yield
+        return
+    has_team, ended = Event(), Event()
+
+    def hold_team() -> None:
+        torch.set_num_threads(1 + len(os.sched_getaffinity(0)))  # of this thread; a rank sets its own number later
+        torch.zeros(2**20).add_(1)
+        has_team.set()
+        ended.wait()
+
+    thread = Thread(target=hold_team, name="sleeping soon", daemon=True)
+    thread.start()
+    has_team.wait()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
