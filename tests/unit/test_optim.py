@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
-from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm
+from lockstep.optim.optimizers import SGD, Adam, AdamW, OptimizerOption, Timm
 from lockstep.training.averages import EMA
 from lockstep.training.train_step import set_learning_rate
 
@@ -158,3 +158,12 @@ def test_the_average_is_that_of_torch(warmup: bool) -> None:
     floats = {name: tensor for name, tensor in ours.module.state_dict().items() if tensor.is_floating_point()}
     assert all(torch.equal(tensor, reference[name]) for name, tensor in floats.items())
     assert ours.module[1].num_batches_tracked == 12
+
+
+def test_an_optimizer_that_loses_the_scale_of_its_groups_is_refused() -> None:
+    class Flat(OptimizerOption):
+        def make(self, groups: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD([weight for group in groups for weight in group["params"]], lr=0.1)
+
+    with pytest.raises(InputError, match=r"optimizer=flat: .* without a `scale`.*pass on those that it gets"):
+        Flat().build(network())
