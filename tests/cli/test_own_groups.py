@@ -171,6 +171,10 @@ def test_a_search_in_a_file_of_the_project_runs_and_resumes(project: Path) -> No
     done = train(project, "-m", "experiment=search", "output_root=searched")
     assert done.code == 0, done.err
     assert done.out.count("started") == 2
+    assert "no effect" not in done.out + done.err
+    alone = train(project, "experiment=search", "output_root=alone")
+    says = "hydra/sweeper=optuna has no effect on one job; add -m for the search: python train.py -m experiment="
+    assert (alone.code, says in alone.out + alone.err) == (0, True), alone.out + alone.err
     again = train(project, "-m", "sweep.resume=latest", "output_root=searched")
     assert (again.code, "2 of 2 jobs are done" in again.out, again.out.count("started")) == (0, True, 0), again.err
     more = train(project, "-m", "sweep.resume=latest", "output_root=searched", "hydra.sweeper.n_trials=3")

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,15 +277,17 @@ def test_a_sweep_that_is_started_while_an_error_is_handled_ends_like_any_other(
 
 
 def test_jobs_that_return_their_submissions_are_submitted_together_at_the_end(
-    tmp_path: Path, programs: Programs
+    tmp_path: Path, programs: Programs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     programs(sbatch=f"cat >> {tmp_path}/script; echo 17")
     jobs, config = [job(tmp_path, tmp_path / name) for name in "ab"], OmegaConf.create()
-    for folder in (None, tmp_path):
+    for folder, cpus in ((None, None), (tmp_path, 4)):
+        jobs = [replace(waiting, launcher=replace(waiting.launcher, cpus=cpus)) for waiting in jobs]
         sweep = callbacks.SweepCallbacks()
         for value in (*jobs, 0.5, None):
             sweep.on_job_end(config, JobReturn(status=JobStatus.COMPLETED, _return_value=value))
         sweep.on_job_end(config, JobReturn(status=JobStatus.FAILED, _return_value=KeyError()))
         assert sweep.submissions == jobs
         callbacks.submit_all(sweep.submissions, folder)
+        assert ("Ask for more: launcher.cpus=8" in capsys.readouterr().out) == (cpus is None)
     assert (tmp_path / "script").read_text().count("#SBATCH --array=0-1") == 2

@@ -15,7 +15,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lockstep.config.commands import program_name
+from lockstep.config.commands import program_name, program_words, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import follows, is_launched, started_by
@@ -29,6 +29,7 @@ from lockstep.telemetry.progress import loading
 if TYPE_CHECKING:
     from lockstep.job.slurm import Submission
 
+USUAL_SWEEPER = "grid"  # as conf/config.yaml has it
 CHECKED_PATTERNS = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
 
 
@@ -51,6 +52,11 @@ def submit_all(submissions: Sequence[Submission], folder: Path | None = None) ->
             if entry := record_of(path):
                 entry[0].write(replace(entry[1], submitted=number))
             log.show(f"submitted job {number} of SLURM: {path}")
+        if launcher.cpus is None and not any("cpus" in key for key in launcher.sbatch):
+            log.show(
+                "no launcher.cpus says how many cores the job gets, so the cluster decides, often one; "
+                "loader.workers=auto has no more workers than cores. Ask for more: launcher.cpus=8"
+            )
 
 
 class SweepCallbacks(Callback):
@@ -67,6 +73,10 @@ class SweepCallbacks(Callback):
             submit_all(self.submissions)
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        sweeper = config.hydra.runtime.choices["hydra/sweeper"]
+        if sweeper != USUAL_SWEEPER and not follows():  # a file chooses it
+            command = shell_command([*program_words(), "-m", *sys.argv[1:]])
+            log.show_warning(f"hydra/sweeper={sweeper} has no effect on one job; add -m for the search: {command}")
         folder = Path(config.hydra.run.dir).absolute()
         atexit.register(remove_empty, absent(folder))  # Hydra creates it, also for a job that will be refused
         if folder != Path.cwd():

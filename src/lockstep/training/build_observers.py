@@ -48,7 +48,7 @@ from lockstep.training.train_state import Progress, TrainState
 
 # A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
-OURS = str(Path(__file__).parent)  # the code that calls observers
+CALLERS = str(Path(__file__).parent)  # the code that calls observers
 
 
 class Observers(Observer):
@@ -82,11 +82,11 @@ class Observers(Observer):
                     observer.write(step, dict(written))
 
     def findings(self, evidence: Any) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         for observer in self.observers:
             with self.in_words(observer, "findings"):
-                found |= observer.findings(evidence)
-        return found
+                facts |= observer.findings(evidence)
+        return facts
 
     @property
     def commands(self) -> Sequence[str]:
@@ -163,7 +163,7 @@ class Observers(Observer):
 
 def _place(error: Exception) -> str:
     """The line of the user's file where an error comes from, for the begin of a sentence."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(CALLERS)]
     own = [frame for frame in frames if frame.filename == frames[0].filename]  # the last one is the deepest
     return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
 
