@@ -29,7 +29,6 @@ from lockstep.telemetry.progress import loading
 if TYPE_CHECKING:
     from lockstep.job.slurm import Submission
 
-USUAL_SWEEPER = "grid"  # as conf/config.yaml has it
 CHECKED_PATTERNS = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
 
 
@@ -52,11 +51,6 @@ def submit_all(submissions: Sequence[Submission], folder: Path | None = None) ->
             if entry := record_of(path):
                 entry[0].write(replace(entry[1], submitted=number))
             log.show(f"submitted job {number} of SLURM: {path}")
-        if launcher.cpus is None and not any("cpus" in key for key in launcher.sbatch):
-            log.show(
-                "no launcher.cpus says how many cores the job gets, so the cluster decides, often one; "
-                "loader.workers=auto has no more workers than cores. Ask for more: launcher.cpus=8"
-            )
 
 
 class SweepCallbacks(Callback):
@@ -74,7 +68,7 @@ class SweepCallbacks(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         sweeper = config.hydra.runtime.choices["hydra/sweeper"]
-        if sweeper != USUAL_SWEEPER and not follows():  # a file chooses it
+        if sweeper != "grid" and not follows():  # a file chooses another than conf/config.yaml
             command = shell_command([*program_words(), "-m", *sys.argv[1:]])
             log.show_warning(f"hydra/sweeper={sweeper} has no effect on one job; add -m for the search: {command}")
         folder = Path(config.hydra.run.dir).absolute()

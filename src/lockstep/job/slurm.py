@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config import components
 from lockstep.config.commands import command_of_program, key_of, override
-from lockstep.core import plan
+from lockstep.core import log, plan
 from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
@@ -172,6 +172,12 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
             remove_empty(new)
         reason = (os.fsdecode(sbatch.stderr).strip() or "no reason given").splitlines()[-1][:REASON_CHARACTERS]
         raise InputError(f"launcher=slurm: the job was not submitted ({reason}); change it with launcher.KEY=...")
+    launcher = submissions[0].launcher
+    if launcher.cpus is None and not any("cpus" in key for key in launcher.sbatch):
+        log.show(
+            "no launcher.cpus says how many cores the job gets, so the cluster decides, often one; "
+            "loader.workers=auto has no more workers than cores. Ask for more: launcher.cpus=8"
+        )
     number = os.fsdecode(sbatch.stdout).split()[-1].partition(";")[0]  # JOB or JOB;CLUSTER
     if len(runs) == 1:
         return [(number, runs[0].path)]

@@ -6,6 +6,7 @@
 import functools
 import hashlib
 import os
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,3 +143,11 @@ def write(run_dir: RunDir, present: Mapping[str, UserCode], step: int) -> Code:
     if diffs:
         write_atomic(run_dir.code_diff, (safe_read.read_if_exists(run_dir.code_diff) or b"") + diffs)
     return {"code": {package: code.facts for package, code in present.items()}, "earlier_code": history}
+
+
+def line_of(error: Exception, callers: Path) -> str:
+    """The line of the user's file where an error comes from, to begin a sentence; `callers` have called the file."""
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if callers not in Path(frame.filename).parents]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]  # the last one is the deepest
+    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,7 +47,6 @@ from lockstep.training.train_state import Progress, TrainState
 
 # A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
-CALLERS = str(Path(__file__).parent)  # the code that calls observers
 
 
 class Observers(Observer):
@@ -102,10 +100,7 @@ class Observers(Observer):
 
     @contextmanager
     def in_words(self, observer: Any, method: str) -> Iterator[None]:
-        """Name the observer, the method and the user's line where an exception that is not ours comes from.
-
-        An observer of ours that raises has a bug, or its library has: then the traceback is shown.
-        """
+        """Name the method and the line in which a user's observer raises; an error of ours keeps its traceback."""
         try:
             yield
         except LockstepError:
@@ -113,8 +108,10 @@ class Observers(Observer):
         except Exception as error:
             if is_ours(type(observer)):
                 raise
+            from lockstep.runtime.user_code import line_of  # only a mistake needs it
+
             raised = f"{method} raised {type(error).__name__}: {reason_of(error)}"
-            raise LockstepError(f"{_place(error)}{self.label(observer)}: {raised}") from error
+            raise LockstepError(f"{line_of(error, Path(__file__).parent)}{self.label(observer)}: {raised}") from error
 
     def call(self, observer: Observer, method: str, *values: Any) -> None:
         """Call a method of an observer. Raises LockstepError: a user's one has raised."""
@@ -159,13 +156,6 @@ class Observers(Observer):
         ends = (partial(self.call, observer, "end", outcome) for observer in self.observers)
         with self.lock, close_all(self.write_logged, *ends):
             pass
-
-
-def _place(error: Exception) -> str:
-    """The line of the user's file where an error comes from, for the begin of a sentence."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(CALLERS)]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]  # the last one is the deepest
-    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
 
 
 def build_observers(
