@@ -140,13 +140,10 @@ class OptimizerOption(Optimizer):
         """The optimizer over a model's parameters. Raises InputError: the optimizer rejects a value."""
         try:
             optimizer = self.make(self.groups(model))
+            if not all("scale" in group for group in optimizer.param_groups):
+                raise ValueError("make() has to pass on the `scale` of its groups, a factor of the learning rate")
         except (TypeError, ValueError, AssertionError) as error:
             raise InputError(f"optimizer={type(self).__name__.lower()} cannot be built: {error}") from error
-        if not all("scale" in group for group in optimizer.param_groups):
-            raise InputError(
-                f"optimizer={type(self).__name__.lower()}: make() returns parameter groups without a `scale`, the "
-                "factor of the learning rate; pass on those that it gets, or give each one a scale, such as 1.0"
-            )
         return (
             optimizer if self.lookahead is None else with_lookahead(optimizer, self.lookahead, self.lookahead_alpha)
         )
