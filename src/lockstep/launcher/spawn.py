@@ -46,6 +46,7 @@ class Spawn(Inline):
     starts_ranks: ClassVar[bool] = True
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
+        """Start the ranks, each of which calls `entry`, and wait for them. Raises the error of the first to fail."""
         self.attempt(entry, run_dir)
 
     def try_address(self) -> str:
