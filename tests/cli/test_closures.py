@@ -82,13 +82,16 @@ def loss_of(step: int, batch: int) -> Callable[[list[Tensor]], Tensor]:
     return lambda parameters: F.cross_entropy(F.linear(pixels.flatten(1), *parameters), labels)
 
 
-def initial(project: Path) -> dict[str, Tensor]:
+@pytest.fixture(scope="module")
+def begin(project: Path) -> dict[str, Tensor]:
+    """The weights before the first step."""
     train(project, "no-step", "batch=20", "model=linear", "steps=1", "optimizer=sgd", "optimizer.lr=1e-300")
     return weights(project / "no-step")
 
 
-def test_sam_takes_the_steps_of_its_paper_on_any_ranks_and_micro_batches(project: Path) -> None:
-    begin = initial(project)
+def test_sam_takes_the_steps_of_its_paper_on_any_ranks_and_micro_batches(
+    project: Path, begin: dict[str, Tensor]
+) -> None:
     parameters = [tensor.clone().requires_grad_() for tensor in sorted(begin.values(), key=Tensor.dim, reverse=True)]
     momenta = [torch.zeros_like(parameter) for parameter in parameters]
     for step in range(STEPS):
@@ -121,8 +124,7 @@ def test_the_second_look_has_the_same_random_numbers_and_leaves_the_statistics(
     assert difference(weights(project / name), weights(project / f"near-{name}")) == 0
 
 
-def test_lbfgs_of_torch_takes_its_steps_on_ranks_and_in_a_resume(project: Path) -> None:
-    begin = initial(project)
+def test_lbfgs_of_torch_takes_its_steps_on_ranks_and_in_a_resume(project: Path, begin: dict[str, Tensor]) -> None:
     parameters = [tensor.clone().requires_grad_() for tensor in sorted(begin.values(), key=Tensor.dim, reverse=True)]
     optimizer = torch.optim.LBFGS(parameters, lr=LR, max_iter=4, history_size=3)
     for step in range(STEPS):
