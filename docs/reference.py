@@ -269,7 +269,7 @@ def help_of_keys(keys: Iterable[Key]) -> str:
     blocks: dict[str, list[str]] = {}
     for key in keys:
         block, _, name = key.name.rpartition(".")
-        has_value = key.default != "null" and "${" not in key.default
+        has_value = key.default not in ("null", "[]") and "${" not in key.default
         blocks.setdefault(f"{block}." * bool(block), []).append(f"{name}={key.default}" if has_value else name)
     top = blocks.pop("") + [f"{block}{words[0]}" for block, words in blocks.items() if len(words) == 1]
     return help_entry("", top) + "".join(help_entry(block, words) for block, words in blocks.items() if words[1:])

@@ -49,7 +49,7 @@ lr=0.1 -> lr: there is no such key in the config. Did you mean optimizer.lr=
 optimizer.beta=1 -> optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?
 model.foo=1 -> model.foo: there is no such key in the config. model has width, dropout,
 +model.foo=1 -> model.foo is not a key of model=DigitNet; it has channels_last, grad_checkpointing, compile,
-dataset.skip=1 ->  dataset=csv, folder, hf, imagenet, webdataset has it: choose one
+dataset.skip=1 ->  dataset=csv, folder, hf, imagenet, torchvision, webdataset has it: choose one
 schedule.milestones=[3] ->  schedule=step has it: add schedule=step, or remove it.
 +foo=1 -> foo: there is no such key in the config.
 ~epochs -> epochs: this key is required

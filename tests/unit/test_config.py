@@ -26,6 +26,7 @@ OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF /
 MANDATORY = {
     **{f"dataset={name}": ["dataset.path=nowhere"] for name in ("folder", "csv", "hf", "webdataset", "packed")},
     **{f"model={name}": ["model.name=resnet18"] for name in ("timm", "torchvision")},
+    "dataset=torchvision": ["dataset.name=SVHN"],
     "task=distill": ["task.teacher=nowhere"],
 }
 

@@ -181,7 +181,7 @@ def test_a_split_maps_its_file_and_nothing_done_to_it_reaches_the_file(folder: F
 def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
     source = Packed(path=str(target))
     splits = (source.train(), source.eval())
-    facts: dict[str, Any] = {"gigabytes": 1.0, "reads": 10**9, "boxes": False, "training_rate": lambda: None}
+    facts: dict[str, Any] = {"gigabytes": 1.0, "reads": 10**9, "changes": False, "training_rate": lambda: None}
     task = LoaderContext(world=World.solo(), splits=splits, **facts)
     chosen, reason = Auto(resident_gb=0.5).choose(task)
     assert chosen.workers == cores()  # also for small images: rows are copied without holding Python's lock
