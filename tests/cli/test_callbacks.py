@@ -361,12 +361,13 @@ class Counting(lockstep.Callback):
         self.steps = state["steps"]
 
 
-def test_an_object_takes_part_in_a_run_from_python(tmp_path: Path) -> None:
+def test_an_object_takes_part_in_a_run_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counting = Counting()
     words = [*JOB, f"output_root={tmp_path}"]
     result = lockstep.train(words, callbacks=[counting])
     assert (counting.steps, result.summary["step"]) == (3, 3)
     assert result.summary["stopped_early"] == "a callback ends the run: three are enough"
+    assert "train longer" not in capsys.readouterr().out, "the callback would end it again"
     with pytest.raises(lockstep.InputError, match="an object of int, which is no"):
         lockstep.train(words, callbacks=[3])  # type: ignore[list-item]
 

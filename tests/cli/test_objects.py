@@ -170,6 +170,11 @@ def test_rows_are_those_of_the_commands(one: dict[str, Any], monkeypatch: pytest
         rows.to_pandas()
 
 
+def test_a_flag_of_the_command_is_no_word_of_a_program() -> None:
+    with pytest.raises(lockstep.InputError, match=r"'-m' is a flag, expected KEY=VALUE; a sweep is a command"):
+        lockstep.train(["-m", "seed=1,2"])
+
+
 @pytest.mark.parametrize("words", [(), ("fresh",)], ids=["forked ranks", "fresh ranks"])
 def test_objects_go_to_the_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
     ranks = result(tmp_path, TWO, *words)

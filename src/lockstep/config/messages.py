@@ -38,6 +38,9 @@ def translate(error: BaseException) -> LockstepError | None:
         if suggestion := suggest.suggest_for_path(*((group, path) if sign else ("", group))):
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
+        if group.startswith("-"):  # of a program: a command takes these for flags
+            sweep = "; a sweep is a command: lockstep train -m" * (group in ("-m", "--multirun"))
+            return InputError(f"{shown(group)} is a flag, expected KEY=VALUE{sweep}")
         if not sign and (proposal := _joined(error.override)):
             return InputError(
                 f"{shown(error.override)} cannot be read, expected KEY=VALUE{suggest.note(proposal)}: {proposal}"

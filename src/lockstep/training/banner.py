@@ -259,7 +259,8 @@ def say_ending(
         log.say_command("look at it", command)
     patient = ["train.patience=null", *["train.min_delta=0"] * bool(job.train.min_delta)]
     longer = patient if trainer.ended_early else train_longer(job, trainer.plan, progress.step).split()
-    log.say_command("train longer", resume_command(run_dir, job, *longer))
+    if not trainer.ended_early or job.train.patience is not None:  # else by a callback, which would end it again
+        log.say_command("train longer", resume_command(run_dir, job, *longer))
     if job.dataset.reads_files:
         for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):
             log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))
