@@ -132,15 +132,18 @@ def train(
     from lockstep.job.validate import named_objects
     from lockstep.job.worker import start_job
     from lockstep.runtime.guest import guest, sleeping_soon
-    from lockstep.training.objects import in_words
 
     parts = {"model": model, "dataset": dataset, "loss": loss, **options}
+    parts, objects = {group: part for group, part in parts.items() if part is not None}, dict[str, Any]()
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
     with guest(), ExitStack() as locked:
         if not verbose:
             locked.enter_context(quiet())
         known.use(extensions)
-        words, objects = in_words({group: part for group, part in parts.items() if part is not None}, words)
+        if parts:
+            from lockstep.training.objects import in_words  # most runs are words alone
+
+            words, objects = in_words(parts, words)
         with composition.invoked(words) as (values, invocation):
             if invocation.folder is not None:  # for a command, Hydra creates the folder
                 locked.callback(remove_empty, absent(invocation.folder))

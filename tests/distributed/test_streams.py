@@ -27,6 +27,7 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from lockstep.cli import main, run, train
+from lockstep.config.schema import GROUPS
 from lockstep.core import errors, log
 def job(*_):
     log.say("a word " * 2_000)
@@ -34,7 +35,8 @@ def job(*_):
         raise ERROR
     return 1.0
 launcher = SimpleNamespace(node_range=(1, 1), launch=job)
-run.create_run = lambda *_: (nullcontext(), SimpleNamespace(launcher=launcher))
+parts = {**dict.fromkeys(GROUPS), "launcher": launcher}
+run.create_run = lambda *_: (nullcontext(), SimpleNamespace(**parts))
 sys.argv = ["lockstep", "train", "seed=0" if ERROR is None else "seed=1"]
 main.main()
 """
