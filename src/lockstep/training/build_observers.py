@@ -6,8 +6,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,33 +75,33 @@ class Observers(Observer):
             for observer in self.observers:
                 written |= self.logged
                 self.logged.clear()
-                with self.in_words(observer, "write"):
-                    observer.write(step, dict(written))
+                self.call(observer, "write", step, dict(written))
 
     def findings(self, evidence: Any) -> Mapping[str, Any]:
         facts: dict[str, Any] = {}
         for observer in self.observers:
-            with self.in_words(observer, "findings"):
-                facts |= observer.findings(evidence)
+            facts |= self.call(observer, "findings", evidence)
         return facts
 
     @property
     def commands(self) -> Sequence[str]:
         commands: list[str] = []
         for observer in self.observers:
-            with self.in_words(observer, "commands"):
-                commands += observer.commands
+            commands += self.call(observer, "commands")
         return commands
 
     def label(self, observer: Any) -> str:
         """The name of an observer, or of the logger that builds it, in a sentence."""
         return f"logger {name_of(type(observer))}"
 
-    @contextmanager
-    def in_words(self, observer: Any, method: str) -> Iterator[None]:
-        """Name the method and the line in which a user's observer raises; an error of ours keeps its traceback."""
+    def call(self, observer: Any, method: str, *values: Any) -> Any:
+        """What a method or a property of an observer or a logger returns.
+
+        Raises LockstepError: a user's one has raised, in this method and line. An error of ours keeps its traceback.
+        """
         try:
-            yield
+            member = getattr(observer, method)
+            return member(*values) if callable(member) else member
         except LockstepError:
             raise
         except Exception as error:
@@ -112,11 +111,6 @@ class Observers(Observer):
 
             raised = f"{method} raised {type(error).__name__}: {reason_of(error)}"
             raise LockstepError(f"{line_of(error, Path(__file__).parent)}{self.label(observer)}: {raised}") from error
-
-    def call(self, observer: Observer, method: str, *values: Any) -> None:
-        """Call a method of an observer. Raises LockstepError: a user's one has raised."""
-        with self.in_words(observer, method):
-            getattr(observer, method)(*values)
 
     def _tell(self, method: str, *values: Any) -> None:
         """Call a method of each observer, in order."""
@@ -255,8 +249,7 @@ def _observe(
     )
     own: list[Observer] = []
     for logger in loggers:
-        with observers.in_words(logger, "build"):
-            own.append(logger.build(run))
+        own.append(observers.call(logger, "build", run))
     listening = [listener(run) for listener in listeners()]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}

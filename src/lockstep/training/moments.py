@@ -41,16 +41,14 @@ class Callbacks(Observers):
         """The state of each callback. Raises InputError for a value that no checkpoint can have."""
         states = {}
         for name, callback in self.callbacks.items():
-            with self.in_words(callback, "state_dict"):
-                states[name] = callback.state_dict()
+            states[name] = self.call(callback, "state_dict")
             check_plain(states[name], f"callback {name}: state_dict")
         return states
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         for name, callback in self.callbacks.items():
             if name in states:
-                with self.in_words(callback, "load_state_dict"):
-                    callback.load_state_dict(host_copies(states[name]))
+                self.call(callback, "load_state_dict", host_copies(states[name]))
 
 
 @dataclass(kw_only=True)
