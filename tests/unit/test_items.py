@@ -17,7 +17,8 @@ from torchvision import datasets
 from torchvision.transforms.functional import to_tensor
 
 from lockstep.core.errors import BrokenImage, InputError, StorageError
-from lockstep.data.datasets.items import DatasetOption, pixels_of
+from lockstep.data.datasets.item import pixels_of
+from lockstep.data.datasets.items import DatasetOption
 from lockstep.data.datasets.of_torchvision import TORCHVISION_SPLITS, Torchvision
 
 SIDE, NUMBER = 6, 12

@@ -145,9 +145,9 @@ def write(run_dir: RunDir, present: Mapping[str, UserCode], step: int) -> Code:
     return {"code": {package: code.facts for package, code in present.items()}, "earlier_code": history}
 
 
-def line_of(error: Exception, callers: Path) -> str:
-    """The line of the user's file where an error comes from, to begin a sentence; `callers` have called the file."""
+def frame_of(error: BaseException, *callers: Path) -> traceback.FrameSummary | None:
+    """The line of the user's file where an error comes from; the file was called from files below `callers`."""
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if callers not in Path(frame.filename).parents]
+    frames = [frame for frame in stack if not {*callers} & {*Path(frame.filename).parents}]
     own = [frame for frame in frames if frame.filename == frames[0].filename]  # the last one is the deepest
-    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    return own[-1] if own else None

@@ -107,10 +107,12 @@ class Observers(Observer):
         except Exception as error:
             if is_ours(type(observer)):
                 raise
-            from lockstep.runtime.user_code import line_of  # only a mistake needs it
+            from lockstep.runtime.user_code import frame_of  # only a mistake needs it
 
+            frame = frame_of(error, Path(__file__).parent)
+            place = f"{frame.filename}:{frame.lineno}: " if frame else ""
             raised = f"{method} raised {type(error).__name__}: {reason_of(error)}"
-            raise LockstepError(f"{line_of(error, Path(__file__).parent)}{self.label(observer)}: {raised}") from error
+            raise LockstepError(f"{place}{self.label(observer)}: {raised}") from error
 
     def _tell(self, method: str, *values: Any) -> None:
         """Call a method of each observer, in order."""

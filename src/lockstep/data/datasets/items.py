@@ -1,95 +1,31 @@
 """Any map-style `torch.utils.data.Dataset` as a data set: an option that returns one for each split."""
 
-import errno
 import hashlib
-import inspect
-import traceback
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from lockstep.core.data_protocols import SPLIT_NAMES
-from lockstep.core.errors import BrokenImage, InputError, StorageError, escaped
+from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.fields import choice, pixels, ranged
 from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS
-from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets import photos
-from lockstep.data.datasets.arrays import as_bytes
-from lockstep.data.datasets.composed import TARGET_NAMES, groups_of, names_in, source_of, stored_targets
+from lockstep.data.datasets.composed import groups_of, names_in, stored_targets
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, Pixels
 from lockstep.data.datasets.files import FileSource, FileSplit
+from lockstep.data.datasets.item import BrokenItem, DatasetItem, check_map_style, pixels_of
 from lockstep.data.datasets.listing import Files, as_names
 from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.targets import as_targets, names_of, target_of
 
-IMAGE_NAMES = ("image", "img", "pixel_values")  # of an image, in items that are mappings
 ANY = 0  # channels that stay as they are
-USUAL = (GREY, RGB, 4)  # the numbers of channels by which an image with the wrong order of axes is told
 SAMPLED, AGAIN = 32, 8  # items that are hashed, spread over a split, and how many of them are read again
-
-
-class BrokenItem(BrokenImage):
-    """An item of a Dataset cannot be used. The arguments are as for BrokenImage."""
-
-    @property
-    def failure(self) -> str:
-        _, item, reason = self.args
-        return escaped(f"{item}: {reason}", keep="")
-
-    def __str__(self) -> str:
-        return f"dataset: {self.failure}; correct it, or skip up to N such items with dataset.skip=N"
-
-
-@dataclass(frozen=True)
-class DatasetItem:
-    """One item of a Dataset."""
-
-    items: Any
-    index: int
-    split: str
-    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
-
-    def read(self) -> tuple[Any, Any]:
-        """Its image and its target. Raises ValueError with the line of the Dataset's own code that raised.
-
-        Raises UnreadableStorage, MemoryError: the item may be sound.
-        """
-        try:
-            with self.lock:
-                item = self.items[self.index]
-        except (StorageError, MemoryError):
-            raise
-        except Exception as error:  # the code is not ours
-            place = _line_of(error, type(source_of(self.items, self.index)[0]))
-            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-                raise UnreadableStorage(str(self), f"cannot be read ({error.strerror}, {place})") from error
-            raise ValueError(f"{type(error).__name__}: {error} ({place})") from error
-        if isinstance(item, Mapping):
-            keys = [next((key for key in names if key in item), None) for names in (IMAGE_NAMES, TARGET_NAMES)]
-            item = tuple(item[key] for key in keys if key is not None)
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            number = f" and length {len(item)}" if isinstance(item, tuple | list) else ""
-            raise ValueError(f"it is of type {type(item).__name__}{number}, expected (image, target)")
-        return item[0], item[1]
-
-    def pixels(self) -> Pixels:
-        """Its image, uint8 (height, width, channels). Raises ValueError."""
-        return pixels_of(self.read()[0])
-
-    def contents(self) -> bytes:
-        return self.pixels().tobytes()
-
-    def __str__(self) -> str:
-        return f"item {self.index} of the {SPLIT_NAMES[self.split]} split"
 
 
 @dataclass(frozen=True)
@@ -140,7 +76,7 @@ class Items:
     @classmethod
     def of(cls, dataset: Any, split: str, lock: AbstractContextManager[Any]) -> Self:
         """Read the sample. Raises InputError: this is no map-style Dataset, or no item can be used."""
-        _check_map_style(dataset, split)
+        check_map_style(dataset, split)
         number = min(SAMPLED, len(dataset))
         images, sampled, broken = dict[int, Pixels](), dict[int, Any](), list[BrokenItem]()
         for index in (n * len(dataset) // number for n in range(number)):
@@ -290,42 +226,6 @@ class DatasetOption(FileSource):
         return ItemSplit(files, files.labels, self.preprocessing, self.skip, alike=self.decode_size is None)
 
 
-def pixels_of(image: Any) -> Pixels:
-    """An image of an item, uint8 (height, width, channels). Raises ValueError with the line that converts it."""
-    if isinstance(image, Image.Image):
-        grey = image.mode in ("1", "L")
-        return np.array(image.convert("L"))[..., None] if grey else photos.to_rgb(image)
-    is_tensor = isinstance(image, Tensor)
-    array = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
-    channels, other = (0, -1) if is_tensor else (-1, 0)
-    if array.ndim == 2:
-        array = array[..., None]
-    elif array.ndim == 3 and array.shape[other] in USUAL and array.shape[channels] not in USUAL:
-        array = array[:0]
-    elif array.ndim == 3 and is_tensor:
-        array = np.moveaxis(array, 0, 2)
-    if 0 in array.shape or array.ndim != 3 or array.shape[2] > MOST_CHANNELS:
-        expected = "(channels, height, width)" if is_tensor else "(height, width, channels)"
-        raise ValueError(
-            f"its image is of type {type(image).__name__} and of shape {(*np.shape(image),)}, expected {expected}"
-        )
-    return as_bytes(array, "its image")
-
-
-def _check_map_style(dataset: Any, split: str) -> None:
-    lacks = [name for name in ("__getitem__", "__len__") if not hasattr(type(dataset), name)]
-    if isinstance(dataset, IterableDataset):
-        lacks = ["__getitem__"]
-    where = f"dataset: the Dataset of the {SPLIT_NAMES[split]} split, of type {type(dataset).__name__},"
-    if lacks:
-        raise InputError(
-            f"{where} has no {' and no '.join(lacks)}, so no example can be read by its index, as an exact order and "
-            "resume need; define both"
-        )
-    if not len(dataset):
-        raise InputError(f"{where} has no items; correct it")
-
-
 def _plain(target: Any) -> Any:
     """A target as Python's numbers, texts and lists of them."""
     if isinstance(target, Tensor | np.ndarray | np.generic):
@@ -352,11 +252,3 @@ def _as_stored(target: Any, targets: str, names: Sequence[str], place: str) -> A
         return str(cell)
 
     return target_of(value, targets, place, name)
-
-
-def _line_of(error: BaseException, cls: type[Any]) -> str:
-    """The file and the line where a Dataset's own code raised, or else the innermost ones."""
-    own = inspect.getsourcefile(cls.__getitem__) if inspect.isfunction(cls.__getitem__) else None
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
-    return f"{Path(frame.filename).name}, line {frame.lineno}"
