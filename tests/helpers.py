@@ -352,6 +352,26 @@ def losses(run: RunDir | Path) -> list[float]:
     return [line["loss/train"] for line in records(run) if "loss/train" in line]
 
 
+def own_project(folder: Path, package: str) -> Path:
+    """Make `folder` a project with a package `own` of this code, which its `train.py` names as an extension."""
+    (folder / "own").mkdir(parents=True)
+    (folder / "own" / "__init__.py").write_text(package)
+    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
+    return folder
+
+
+def train_in(project: Path, name: str, *words: str, code: int = 0) -> Done:
+    """Train in the folder `name` of a project, and check the exit code."""
+    done = forked("train.py", *words, f"hydra.run.dir={name}", cwd=project)
+    assert done.code == code, done.out + done.err
+    return done
+
+
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """The largest absolute difference between the tensors of one name."""
+    return max(float((first[name] - second[name]).detach().abs().max()) for name in first)
+
+
 def weights(run: RunDir | Path) -> dict[str, Tensor]:
     """The model's weights in the newest checkpoint."""
     folder = (run.path if isinstance(run, RunDir) else run) / "checkpoints"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lockstep
-from helpers import FAKE, Done, forked, records, weights
+from helpers import FAKE, Done, forked, largest_difference, own_project, records, train_in, weights
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 
@@ -182,22 +182,15 @@ TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "own").mkdir()
-    (folder / "own" / "__init__.py").write_text(PACKAGE)
-    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
-    return folder
+    return own_project(tmp_path_factory.mktemp("project"), PACKAGE)
 
 
 def train(project: Path, name: str, *words: str, code: int = 0) -> Done:
-    done = forked("train.py", *JOB, f"hydra.run.dir={name}", *words, cwd=project)
-    assert done.code == code, done.err
-    return done
+    return train_in(project, name, *JOB, *words, code=code)
 
 
 def same(project: Path, first: str, second: str, tolerance: float = 0.0) -> bool:
-    one, other = weights(project / first), weights(project / second)
-    return max(float((one[name] - other[name]).abs().max()) for name in one) <= tolerance
+    return largest_difference(weights(project / first), weights(project / second)) <= tolerance
 
 
 def test_a_callback_is_told_all_moments_in_their_order_on_each_rank(project: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from helpers import FAKE, Done, forked, weights
+from helpers import FAKE, Done, forked, largest_difference, own_project, train_in, weights
 from lockstep.core.rng import permutation
 from lockstep.data.datasets.builtin import Fake
 
@@ -56,21 +56,11 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "own").mkdir()
-    (folder / "own" / "__init__.py").write_text(PACKAGE)
-    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
-    return folder
+    return own_project(tmp_path_factory.mktemp("project"), PACKAGE)
 
 
 def train(project: Path, name: str, *words: str, code: int = 0) -> Done:
-    done = forked("train.py", *JOB, f"hydra.run.dir={name}", *words, cwd=project)
-    assert done.code == code, done.err
-    return done
-
-
-def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    return max(float((first[name] - second[name]).detach().abs().max()) for name in first)
+    return train_in(project, name, *JOB, *words, code=code)
 
 
 def loss_of(step: int, batch: int) -> Callable[[list[Tensor]], Tensor]:
@@ -104,13 +94,13 @@ def test_sam_takes_the_steps_of_its_paper_on_any_ranks_and_micro_batches(
             parameters[number] = (parameters[number] - LR * momenta[number]).detach().requires_grad_()
     train(project, "sam", *SMALL)
     expected = {name: next(own for own in parameters if own.shape == tensor.shape) for name, tensor in begin.items()}
-    assert difference(expected, weights(project / "sam")) < 1e-12
+    assert largest_difference(expected, weights(project / "sam")) < 1e-12
     for name, words in PLACES.items():
         train(project, f"sam-{name}", *SMALL, *words)
-        assert difference(expected, weights(project / f"sam-{name}")) < 1e-12, name
+        assert largest_difference(expected, weights(project / f"sam-{name}")) < 1e-12, name
     train(project, "sam-part", *SMALL, "steps=2")
     assert forked("train.py", "resume=sam-part", f"steps={STEPS}", cwd=project).code == 0
-    assert difference(weights(project / "sam"), weights(project / "sam-part")) == 0
+    assert largest_difference(weights(project / "sam"), weights(project / "sam-part")) == 0
 
 
 @pytest.mark.parametrize("words", [(), ("train.micro_batches=2",)])
@@ -121,7 +111,7 @@ def test_the_second_look_has_the_same_random_numbers_and_leaves_the_statistics(
     name = f"sgd-{len(words)}"
     train(project, name, *network, "optimizer=sgd")
     train(project, f"near-{name}", *network, "optimizer=sam", "optimizer.rho=1e-300")
-    assert difference(weights(project / name), weights(project / f"near-{name}")) == 0
+    assert largest_difference(weights(project / name), weights(project / f"near-{name}")) == 0
 
 
 def test_lbfgs_of_torch_takes_its_steps_on_ranks_and_in_a_resume(project: Path, begin: dict[str, Tensor]) -> None:
@@ -138,15 +128,15 @@ def test_lbfgs_of_torch_takes_its_steps_on_ranks_and_in_a_resume(project: Path, 
         optimizer.step(closure)
     expected = {name: next(own for own in parameters if own.shape == tensor.shape) for name, tensor in begin.items()}
     train(project, "lbfgs", *WHOLE)
-    assert difference(begin, expected) > 1e-3
-    assert difference(expected, weights(project / "lbfgs")) < 1e-9
+    assert largest_difference(begin, expected) > 1e-3
+    assert largest_difference(expected, weights(project / "lbfgs")) < 1e-9
     train(project, "lbfgs-2", *WHOLE, *PLACES["both"])
-    assert difference(expected, weights(project / "lbfgs-2")) < 1e-9
+    assert largest_difference(expected, weights(project / "lbfgs-2")) < 1e-9
     for name, words in {"lbfgs": (), "lbfgs-2": PLACES["both"]}.items():
         train(project, f"{name}-part", *WHOLE, *words, "steps=2")
         done = forked("train.py", f"resume={name}-part", f"steps={STEPS}", cwd=project)
         assert done.code == 0, done.err
-        assert difference(weights(project / name), weights(project / f"{name}-part")) == 0
+        assert largest_difference(weights(project / name), weights(project / f"{name}-part")) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import forks
-from helpers import Done, command, forked, weights
+from helpers import Done, command, forked, own_project, weights
 from processes import FRESH
 
 pytestmark = pytest.mark.slow
@@ -49,11 +49,7 @@ def train(project: Path, *overrides: str) -> Done:
 
 def written(folder: Path, decorator: str = '@lockstep.option("model")', field: str = "width: int = 3") -> Path:
     """A project with one model in it, and a program that names it."""
-    package = folder / "own"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(MODEL.format(decorator=decorator, field=field))
-    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
-    return folder
+    return own_project(folder, MODEL.format(decorator=decorator, field=field))
 
 
 def run(folder: Path, *overrides: str) -> Done:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import ROOT, Done, forked, weights
+from helpers import ROOT, Done, forked, largest_difference, own_project, train_in, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
@@ -107,22 +107,11 @@ JOB = ("model=basicnet", "batch=40", "epochs=4", "precision=fp64", "device=cpu",
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "own").mkdir()
-    (folder / "own" / "__init__.py").write_text(SCANS + OTHERS)
-    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
-    return folder
+    return own_project(tmp_path_factory.mktemp("project"), SCANS + OTHERS)
 
 
 def train(project: Path, name: str, *words: str, code: int = 0) -> Done:
-    done = forked("train.py", *JOB, f"hydra.run.dir={name}", *words, cwd=project)
-    assert done.code == code, done.out + done.err
-    return done
-
-
-def largest_difference(project: Path, first: str, second: str) -> float:
-    one, two = (weights(project / name) for name in (first, second))
-    return max(float((one[name] - two[name]).abs().max()) for name in one)
+    return train_in(project, name, *JOB, *words, code=code)
 
 
 def test_a_dataset_of_torch_is_the_same_run_on_any_ranks_and_loaders(project: Path) -> None:
@@ -135,7 +124,7 @@ def test_a_dataset_of_torch_is_the_same_run_on_any_ranks_and_loaders(project: Pa
         )
     ):
         train(project, f"other-{number}", "dataset=scans", *words)
-        assert largest_difference(project, "one", f"other-{number}") < 1e-12, words
+        assert largest_difference(weights(project / "one"), weights(project / f"other-{number}")) < 1e-12, words
 
 
 def test_a_run_on_a_dataset_that_was_killed_goes_on_to_the_same_weights(project: Path) -> None:
@@ -173,7 +162,7 @@ def test_an_item_that_raises_ends_the_run_with_its_line_and_can_be_skipped(proje
 def test_items_that_draw_from_torchs_generator_leave_the_initial_weights_as_they_are(project: Path) -> None:
     for name in ("scans", "drawing"):
         train(project, f"from-{name}", f"dataset={name}", "epochs=1")
-    assert largest_difference(project, "from-scans", "from-drawing") == 0
+    assert largest_difference(weights(project / "from-scans"), weights(project / "from-drawing")) == 0
 
 
 @pytest.mark.parametrize(("dataset", "task"), [("graded", "regression"), ("marked", "multilabel")])

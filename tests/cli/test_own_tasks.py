@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
 from torch.nn import functional as F
 
-from helpers import FAKE, Done, forked, records, weights
+from helpers import FAKE, Done, forked, largest_difference, own_project, records, train_in, weights
 from lockstep.core.rng import permutation
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
@@ -163,25 +162,15 @@ HEADS, MIRRORED = ("task=with_parity", "model=two_heads"), ("task=consistent", "
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "own").mkdir()
-    (folder / "own" / "__init__.py").write_text(PACKAGE)
-    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
-    return folder
+    return own_project(tmp_path_factory.mktemp("project"), PACKAGE)
 
 
 def train(project: Path, name: str, *words: str, code: int = 0) -> Done:
-    done = forked("train.py", *JOB, f"hydra.run.dir={name}", *words, cwd=project)
-    assert done.code == code, done.err
-    return done
+    return train_in(project, name, *JOB, *words, code=code)
 
 
 def figures(project: Path, name: str, tag: str) -> dict[int, float]:
     return {line["step"]: line[tag] for line in records(RunDir(project / name)) if tag in line}
-
-
-def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def test_a_task_of_ones_own_chooses_its_usual_loss_unless_the_command_names_another(project: Path) -> None:
