@@ -80,8 +80,7 @@ def read_chosen(words: Sequence[Override], sources: Sequence[Any]) -> ChosenFile
         if is_trusted:
             pairs = nested(node.get("hydra"))
             values |= {(key, str(value)) for key, value in pairs if key[:1] in SEARCH}
-        for written, option in _entries(path, group, entries, sources):
-            of = re.sub(r"^(override\s+)?/?", "", written)
+        for written, of, option in _entries(path, group, entries, sources):
             overrides = written.startswith("override")
             if of.startswith("hydra/"):
                 is_search = is_trusted and (of.removeprefix("hydra/"),) in SEARCH and overrides
@@ -117,8 +116,11 @@ def _bare(group: str, name: str) -> str:
     return re.sub(rf"^/?({group}/)?", "", name.removesuffix(".yaml"))
 
 
-def _entries(path: str, group: str, entries: list[Any], sources: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a file's defaults. Raises InputError for what Hydra would take for something else."""
+def _entries(path: str, group: str, entries: list[Any], sources: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
+    """The keys of a file's defaults as written, their groups, and their values.
+
+    Raises InputError for what Hydra would take for something else.
+    """
     for entry in entries:
         # Without the space behind the colon, an entry is one word.
         pairs = entry.items() if isinstance(entry, dict) else [str(entry).rpartition(":")[::2]]
@@ -133,7 +135,7 @@ def _entries(path: str, group: str, entries: list[Any], sources: Sequence[Any]) 
         text = f"{written}: {name}" if isinstance(entry, dict) else entry
         if expected not in ("", text):
             raise InputError(f"{path}.yaml has `- {text}`, expected `- {expected}`")
-        yield written, name
+        yield written, of, name
 
 
 def _checked_defaults(path: str, node: Any) -> list[Any]:
