@@ -204,3 +204,24 @@ def test_a_restore_leaves_no_gradient_and_no_step_behind() -> None:
     restore_optimizer(fresh.optimizer, fresh.model, trained.saved())
     assert [parameter.grad for parameter in fresh.model.parameters()] == [None] * 6
     assert {int(entries["step"]) for entries in fresh.optimizer.state.values()} == {2}
+
+
+class Plain(torch.optim.SGD):
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+class Positional(torch.optim.SGD):
+    def step(self, function: Any = None) -> None:  # type: ignore[override]
+        super().step(function)
+
+
+@pytest.mark.parametrize("cls", [Plain, Positional])
+def test_an_optimizer_resumes_whatever_its_step_takes(cls: type[torch.optim.Optimizer]) -> None:
+    class Own(SGD):
+        def make(self, groups: Any) -> torch.optim.Optimizer:
+            return cls(groups, lr=0.1, momentum=0.9)  # type: ignore[call-arg]
+
+    whole, first = Trained(Own()).train(5), Trained(Own()).train(2)
+    second = Trained(Own()).resumed(first.saved(), first).train(3)
+    assert all(map(torch.equal, whole.weights(), second.weights()))

@@ -90,8 +90,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
     every_name = _names(optimizer, model)
     optimizer = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
     names = _names(optimizer, model)
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-        # One that cannot step without a closure, such as LBFGS: what its state has depends on the gradients so far.
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        # It cannot step without a closure, as LBFGS: what its state has depends on the gradients so far.
         by_number = {names.index(name): entries for name, entries in saved["state"].items()}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": by_number})
         return
