@@ -145,7 +145,7 @@ class DatasetOption(FileSource):
 
     All targets are read once at the start: from an attribute `targets` or `labels` of the Dataset if it agrees with
     its items, or else from all items. A method `group(index)` of the Dataset names what has to stay in one split,
-    such as a patient. A Dataset with random numbers of its own is named in a note: a run is the same up to them.
+    such as a patient. A Dataset that draws random numbers is named in a note: a run is the same up to them.
     """
 
     # size in pixels of a stored image, the side of a square or [height,width]; see `fit`. null: the items have one
