@@ -45,7 +45,7 @@ def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[1] for line in lines if line.endswith("pass")] == some
     assert any(
-        "without pipeline 2: strategy=pipeline has 2 stages, but this model can be cut into 1" in line
+        "pipeline 2 was not tried: strategy=pipeline has 2 stages, but this model can be cut into 1" in line
         for line in lines
     )
     assert [line for line in lines if "pipeline 2 killed" in line and "refused" in line]

@@ -11,6 +11,7 @@ from helpers import built, resolved
 from lockstep.core.plan import Plan
 from lockstep.data.datasets import Folder
 from lockstep.diagnostics.learning import LEAST_EVALUATIONS, FinalScores, learning, wilson
+from lockstep.models import zoo
 from lockstep.training.resolved_job import ResolvedJob
 
 PLAN = Plan(examples=60, batch=10, total_steps=60, micro_batches=1, log_every=10, eval_every=6, save_every=6)
@@ -78,13 +79,30 @@ def test_the_trend_is_that_of_the_validation_loss(losses: list[float], says: str
     ],
 )
 def test_few_photos_are_answered_with_published_weights_of_a_model_that_the_line_takes(
-    words: list[str], size: int, override: str | None
+    words: list[str], size: int, override: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(zoo, "missing_weights", lambda name: "")  # this machine may have no network
     finding = learning(of_photos(*words, size=size), PLAN, SCORES)
     assert finding.override == override
     if override is not None:
         assert finding.another_run
         built(*words, *override.split())
+
+
+@pytest.mark.parametrize("model", ["resnet18", "linear"])
+def test_published_weights_out_of_reach_are_not_advised(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "missing_weights", lambda name: "the hub does not answer")
+    falling = replace(SCORES, losses=[*enumerate([1.0, 0.8, 0.6, 0.4], start=1)])
+    assert learning(of_photos(f"model={model}"), PLAN, falling).override == "epochs=40"
+    assert learning(of_photos(f"model={model}"), PLAN, replace(falling, ended_early=True)).override is None
+
+
+def test_large_targets_of_a_run_that_has_learnt_nothing_are_scaled_first() -> None:
+    job = resolved("device=cpu", "task=regression", "dataset=fake")
+    for magnitude, score, told in ((1275.0, -7.0, True), (1275.0, 0.9, False), (3.0, -7.0, False)):
+        finding = learning(job, PLAN, replace(SCORES, score=score, magnitude=magnitude))
+        assert ("the targets are 1,275 in the mean, without their signs: divide them" in str(finding)) == told
+        assert not told or finding.override is None
 
 
 def test_a_job_that_has_shown_nothing_is_trained_longer() -> None:

@@ -150,12 +150,18 @@ def test_the_first_error_is_raised_and_later_ones_are_printed(
     ended_by: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     closed: list[str] = []
-    parts = failing(OSError("no space left"), closed), lambda: closed.append("last")
+    parts = (
+        failing(OSError("no space left"), closed),
+        failing(StorageError("nothing fits"), closed),
+        lambda: closed.append("last"),
+    )
     with pytest.raises(type(ended_by)) as caught, log.close_all(*parts):
         raise ended_by
     assert caught.value is ended_by
-    assert closed == ["failing", "last"]
-    assert "another error at the end of the run: OSError: no space left" in capsys.readouterr().out
+    assert closed == ["failing", "failing", "last"]
+    shown = capsys.readouterr().out
+    assert "another error at the end of the run: OSError: no space left" in shown
+    assert "another error at the end of the run: nothing fits" in shown
 
 
 def test_a_second_interrupt_waits_for_no_other_part() -> None:

@@ -211,6 +211,13 @@ def test_patience_ends_where_its_definition_says(
     assert (ended or [None])[0] == ends_at(values, limit, min_delta, direction)
 
 
+def test_patience_says_which_weights_have_the_scores() -> None:
+    patience, scores = Patience(limit=2), [(10, 45.0), (20, 44.0), (30, 43.0)]
+    raw, averaged = (patience.ended(scores, Monitor(), plan(), averaged=value) for value in (False, True))
+    assert raw.startswith("val top-1 has not been better than 45.00 % (step 10) for 2 evaluations;")
+    assert averaged.startswith("val top-1 of the averaged weights has not been better than 45.00 % (step 10)")
+
+
 def test_patience_can_be_a_duration() -> None:
     scores, monitor, patience = [(10 * n, 1.0 - n) for n in range(1, 9)], Monitor(), Patience(limit="50%")
     assert [bool(patience.ended(scores[:n], monitor, plan())) for n in range(1, 9)] == [*[False] * 5, *[True] * 3]

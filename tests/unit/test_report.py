@@ -24,6 +24,7 @@ from lockstep.core.figures import Predictions
 from lockstep.core.monitor import chosen_on_itself
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
+from lockstep.core.tags import TAGS
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.report.listener import LONG_S, is_due
 from lockstep.report.report import report
@@ -375,6 +376,28 @@ def test_a_page_follows_the_monitor(run: RunDir) -> None:
     run.write_summary(test={"loss": 0.3, "mae": 3.125})
     text = " ".join(page_of(run).text.split())
     assert "score validation test loss 0.25 0.3 mae 2.5 3.125 Curves" in text
+
+
+def test_a_score_that_was_not_chosen_among_others_is_not_called_so(run: RunDir) -> None:
+    run.write_summary(scores={"loss": 0.25, "top1": 90.0})
+    for evaluations, told in ((1, False), (2, True)):
+        lines = [{"step": step, "loss/val": 0.5, TAGS["top1"]: 90.0} for step in range(1, evaluations + 1)]
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert ("the score was chosen" in page_of(run).text.lower()) == told
+
+
+def test_each_line_of_a_legend_is_drawn(run: RunDir) -> None:
+    lines = [{"step": step, "loss/val": 0.5, "loss/train": 0.4} for step in (1, 2)]
+    lines[0] |= {"loss/val_ema": 0.3}  # a line of one point
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    marks: dict[str, list[dict[str, str | None]]] = {}
+    for tag, attributes in page_of(run).tags:
+        marks.setdefault(tag, []).append(attributes)
+    colours = {(mark["style"] or "").rpartition(" ")[2] for mark in marks["i"]}
+    drawn = {line["stroke"] for line in marks["polyline"] if len((line["points"] or "").split()) > 1}
+    drawn |= {point["fill"] for point in marks["circle"] if "fill" in point}
+    assert len(colours) == 3
+    assert colours <= drawn
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

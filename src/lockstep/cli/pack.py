@@ -50,7 +50,8 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     if source.crops_files:
         size = source.image_shape[1]
         log.say(
-            f"random crops are now cut from squares of {size} pixels, and not from the files, so it is another run"
+            f"random crops are now cut from squares of {size} pixels, and not from the files: a run has other images "
+            "than on the files"
         )
 
 

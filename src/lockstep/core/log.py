@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.core.errors import Interrupted, escaped
+from lockstep.core.errors import Interrupted, LockstepError, escaped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
 from lockstep.core.terminal import fill, impatient, standard
@@ -188,6 +188,7 @@ def close_all(*closes: Callable[[], object]) -> Iterator[None]:
             if first is None:
                 first = error
             else:
-                warn(f"another error at the end of the run: {type(error).__name__}: {error}")
+                kind = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
+                warn(f"another error at the end of the run: {kind}{error}")
     if first is not None:
         raise first

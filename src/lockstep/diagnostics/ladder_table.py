@@ -82,7 +82,7 @@ def show(rows: Sequence[Row]) -> None:
     show_table([Column(head, [cell(row) for row in climbed]) for head, cell in cells.items()])
     for row in rows:
         if row["img_per_s"] is None:
-            log.show(f"without {row['rung']}: {row['reason']}")
+            log.show(f"{row['rung']} is not in the table: {row['reason']}")
     log.show(NOTE)
 
 

@@ -20,6 +20,7 @@ FEW_IMAGES, SMALLEST = 1000, 32  # to train on from random weights; the side tha
 FALLS, RISEN = 0.05, 1.2
 STILL_FALLS = "the validation loss still falls"
 LEAST_EVALUATIONS = 4  # evaluations that show a trend
+LARGE = 30.0  # size of targets that are values: the rate of an optimizer is for outputs of about 1
 WILSON = f"{100 * WILSON_CONFIDENCE:.0f} % interval of a share (Wilson 1927)"
 SCORES = {CLASSES: TOP1, LABELS: "map", VALUES: "r2"}  # the figure that is compared, by the targets of the task
 
@@ -33,6 +34,8 @@ class FinalScores:
         images: how many of the `total` validation images have each class, or each label; values have none of either.
         trained: percent of the training images right in the last epoch, as they were augmented; None if not known.
         losses: the step and the validation loss of each evaluation that was logged.
+        magnitude: the mean size of targets that are values; 0 for others.
+        ended_early: whether the run ended before its last step.
     """
 
     score: float
@@ -40,6 +43,8 @@ class FinalScores:
     images: Sequence[int]
     trained: float | None
     losses: Sequence[tuple[int, float]]
+    magnitude: float = 0.0
+    ended_early: bool = False
 
 
 def learning(job: ResolvedJob, plan: Plan, scores: FinalScores) -> Advice:
@@ -47,14 +52,16 @@ def learning(job: ResolvedJob, plan: Plan, scores: FinalScores) -> Advice:
     compare = {CLASSES: _of_classes, LABELS: _of_labels, VALUES: _of_values}[job.task.targets]
     has_learnt, reached, evidence = compare(scores)
     trend = _trend(scores.losses)
-    weights = _published_weights(job) if plan.examples < FEW_IMAGES and not job.starts_trained else None
-    longer = train_longer(job, plan, plan.total_steps) if trend == STILL_FALLS or not (has_learnt or trend) else None
-    return Advice(
-        sentence="nothing shown yet: " * (not has_learnt) + reached + f"; {trend}" * bool(trend),
-        evidence=evidence,
-        override=weights or longer,
-        another_run=weights is not None,
-    )
+    sentence = "nothing shown yet: " * (not has_learnt) + reached + f"; {trend}" * bool(trend)
+    if not has_learnt and scores.magnitude > LARGE:
+        size = f"the targets are {scores.magnitude:,.0f} in the mean, without their signs"
+        return Advice(sentence=f"{sentence}; {size}: divide them, so that they are about 1", evidence=evidence)
+    few = plan.examples < FEW_IMAGES and not job.starts_trained
+    weights = _published_weights(job) if few else None
+    longer = None
+    if not scores.ended_early and (trend == STILL_FALLS or not (has_learnt or trend)):
+        longer = train_longer(job, plan, plan.total_steps)
+    return Advice(sentence=sentence, evidence=evidence, override=weights or longer, another_run=weights is not None)
 
 
 def _of_classes(scores: FinalScores) -> tuple[bool, str, str]:
@@ -64,7 +71,7 @@ def _of_classes(scores: FinalScores) -> tuple[bool, str, str]:
     interval = f" ({low:.0f} to {high:.0f} % with {total:,} images)" * (high - low >= NARROW)
     in_training = "" if scores.trained is None else f", {scores.trained:.2f} % in training"
     constant = f"always saying the largest class gets {largest:.2f} %"
-    return low > largest, f"{scores.score:.2f} % top-1{interval}{in_training}; {constant}", WILSON
+    return low > largest, f"{scores.score:.2f} % top-1{interval}{in_training}; {constant}", WILSON * bool(interval)
 
 
 def _of_labels(scores: FinalScores) -> tuple[bool, str, str]:
@@ -102,10 +109,12 @@ def _trend(losses: Sequence[tuple[int, float]]) -> str:
 
 
 def _published_weights(job: ResolvedJob) -> str | None:
-    """The override that starts from published weights; None if this job cannot simply have them."""
+    """The override that starts from published weights; None if this job or this machine cannot simply have them."""
     if min(job.dataset.input_shape[1:]) < SMALLEST:
         return None
     if (published := job.model.has_published()) is not None:
-        return "model.pretrained=true" if published else None
+        return "model.pretrained=true" if published and not job.model.missing_weights() else None
+    from lockstep.models.zoo import missing_weights  # not loaded where it cannot help
+
     is_default = describe(job.model).endswith("()")  # another model would not take its keys
-    return "model=resnet18 model.pretrained=true" if is_default else None
+    return "model=resnet18 model.pretrained=true" if is_default and not missing_weights("resnet18") else None

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.core.model import is_broken
+from lockstep.core.model_card import VALUES
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.tags import EPOCH_TOP1, TRAIN_TOP1, VAL_LOSS
@@ -43,6 +44,8 @@ class Listener(Observer):
             images=images.tolist(),
             trained=trained[-1][1] if trained else None,
             losses=run.series(VAL_LOSS),
+            magnitude=float(labels.abs().mean()) if evidence.job.task.targets == VALUES else 0.0,
+            ended_early=bool(evidence.ended_early),
         )
         return learning(evidence.job, evidence.plan, scores)
 

@@ -269,7 +269,7 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int, form: str) 
     except InputError as error:
         if case.killed or not {"strategy=single", "strategy=ddp"}.isdisjoint(case.overrides):
             raise
-        verdict, sentence = VERDICT_REFUSED, f"without {case.name}: {error}"
+        verdict, sentence = VERDICT_REFUSED, f"{case.name} was not tried: {error}"
     except LockstepError as error:
         if error.exit_code not in OF_FAILURES or "strategy=single" in case.overrides:
             raise

@@ -51,8 +51,8 @@ class Advice:
         if self.override is None:
             return self.sentence
         gain = "" if self.gain is None else f" should make the run {self.gain:.1f}x as fast"
-        other = ", and is another run" if self.another_run else ""
-        return f"{self.sentence}; {self.override}{gain or ' may help'}{other}"
+        other = ", which makes it another run," if self.another_run else ""
+        return f"{self.sentence}; {self.override}{other}{gain or ' may help'}"
 
 
 def verdict(evidence: Evidence) -> Advice:
@@ -64,7 +64,8 @@ def verdict(evidence: Evidence) -> Advice:
     if evidence.steps < SHORT or amdahl(min(1.0, spread), 2) >= WORTH:  # such a share would be worth a change
         reason = "the timed steps differ too much, as on a busy machine"
         if evidence.steps < SHORT:
-            reason = f"{evidence.steps} steps are too few, {SHORT} are enough"
+            few = "1 step is" if evidence.steps == 1 else f"{evidence.steps} steps are"
+            reason = f"{few} too few, {SHORT} are enough"
         return Advice(
             sentence=f"nothing could be measured: {reason}",
             evidence=f"the shares of a step are exact to {100 * spread:.0f} %" * (spread > 0),
@@ -229,7 +230,7 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     yield point("workers and prefetch", data is None, seen, data.override if data is not None else None)
     larger, examples = larger_batch(evidence.plan.batch, evidence.plan.examples), evidence.plan.examples
     obstacle = f"twice the batch is more than the {examples:,} examples of the training split" * (larger is None)
-    yield point("a larger batch", False, f"{NOT_TRIED}; it is another run", larger, obstacle)
+    yield point("a larger batch", False, f"{NOT_TRIED}; it makes another run", larger, obstacle)
     obstacle = "the model has no batch norm" * (not has_batchnorm(evidence.model))
     synced = evidence.world.size == 1 or job.strategy.sync_batchnorm is not False
     done = synced or evidence.local_batch >= SMALL_BATCH

@@ -144,7 +144,8 @@ def _scores(run: Run) -> dict[str, Any]:
         (figure_word(name), figure(name, scores.get(name)), figure(name, test.get(name)))
         for name in {**scores, **test}
     ]
-    note = "" if test else chosen_on_itself(run.composed.get("dataset") or {})
+    evaluations = sum(run.monitor.value_in(scalars) is not None for _, scalars in run.figures)
+    note = "" if test or evaluations < 2 else chosen_on_itself(run.composed.get("dataset") or {})
     return {"rows": rows[:MOST_CURVES], "test": bool(test), "note": note} if rows else {}
 
 

@@ -123,12 +123,13 @@ class DataParallel(Single):
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         devices = torch.cuda.device_count()
-        return [
-            f"strategy=dp splits each batch over {devices} GPU{'s' * (devices != 1)} from one process: the "
-            "interpreter's lock, a copy of the weights at every step and batch norm per GPU hold it back; "
-            "strategy=ddp has none of these",
-            *super().notes(model, world, plan),
-        ]
+        note = "strategy=dp has no second GPU to split a batch over, so it trains like strategy=single"
+        if devices > 1:
+            note = (
+                f"strategy=dp splits each batch over {devices} GPUs from one process: the interpreter's lock, a copy "
+                "of the weights at every step and batch norm per GPU hold it back; strategy=ddp has none of these"
+            )
+        return [note, *super().notes(model, world, plan)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,8 @@ def precision_over_recall(predictions: Predictions) -> str:
         for name, counts in zip(predictions.names, predictions.curves, strict=True):
             hits, false, precision, recall = precision_recall(counts)
             some = hits + false > 0
-            axes.plot(recall[some], precision[some], "-" if len(axes.lines) < 10 else "--", label=cut(name))
+            if some.any():
+                axes.plot(recall[some], precision[some], "-" if len(axes.lines) < 10 else "--", label=cut(name))
         axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02))
         axes.legend(loc="lower left", ncols=2, fontsize=8.5, frameon=False)
 

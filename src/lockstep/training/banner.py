@@ -158,7 +158,8 @@ def say_start(
         sizes = (f"{height}x{width}" for height, width in data.transforms.train_sizes.values())
         shape += f" ({', then '.join(sizes)} in training)"
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
+    epochs = plan.total_steps / plan.steps_per_epoch
+    epochs_shown = f"{epochs:,.2f}".rstrip("0").rstrip(".") if epochs >= 0.01 else "less than 0.01"
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     test = "" if data.test is None else f"{len(data.test):,} to test, "
     last_words = {key_of(word): word for word in run.overrides}  # a resume adds its own

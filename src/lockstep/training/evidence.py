@@ -23,6 +23,7 @@ class Evidence:
             of the machine's nobody used.
         scores: the figures of the best weights.
         labels: of the evaluation split, as in a `Shard`.
+        ended_early: why the run ended before its last step, in a sentence; empty if it did not.
         mfu: percent of the devices' peak rate; 0 if it is not known.
         cores: the CPU cores of this machine that the job may use.
     """
@@ -38,6 +39,7 @@ class Evidence:
     mfu: float
     scores: Mapping[str, float] = field(default_factory=dict)
     labels: Tensor = field(default_factory=lambda: torch.empty(0))
+    ended_early: str = ""
     cores: int = field(default_factory=host.cores)
 
     def share(self, *parts: str) -> float:

@@ -34,8 +34,10 @@ class Patience:
                 "smaller one, more epochs, or a smaller train.eval_every"
             )
 
-    def ended(self, scores: Sequence[tuple[int, float | None]], monitor: Monitor, plan: Plan) -> str:
-        """Why a run with these scores ends, in a sentence; empty if it continues."""
+    def ended(
+        self, scores: Sequence[tuple[int, float | None]], monitor: Monitor, plan: Plan, *, averaged: bool = False
+    ) -> str:
+        """Why a run with these scores, of the averaged weights or not, ends, in a sentence; empty if it continues."""
         if self.limit is None or not scores:
             return ""
         position, step, value = list(self._improvements(scores, monitor))[-1]
@@ -44,7 +46,7 @@ class Patience:
             return ""
         number_text, unit = ("", "") if value is None else figure_parts(monitor.name, value)
         best = f"has not been better than {number_text}{unit}" if number_text else "has had no value"
-        name = figure_name(monitor.name)
+        name = figure_name(monitor.name) + " of the averaged weights" * averaged
         number = f"{since} evaluation{'s' * (since != 1)}"
         return f"{name} {best} (step {step:,}) for {number}; train.patience={self.limit} ends the run"
 

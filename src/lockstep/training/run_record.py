@@ -173,6 +173,7 @@ class RunRecord:
             mfu=telemetry.mfu(rates(telemetry.trained())["img_per_s"]),
             scores=progress.best_figures,
             labels=trainer.loader.eval_labels,
+            ended_early=trainer.ended_early,
         )
         findings = telemetry.observer.findings(evidence)
         self.run_dir.write_summary(

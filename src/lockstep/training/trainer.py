@@ -208,7 +208,8 @@ class Trainer:
         """Why the run ends before its last step, in a sentence; empty if it continues."""
         if self.progress.stopped:
             return f"a callback ends the run: {self.progress.stopped}"
-        return self.patience.ended(self.progress.scores, self.monitor, self.plan)
+        averaged = self.state.ema is not None and self.progress.step >= self.state.ema.start
+        return self.patience.ended(self.progress.scores, self.monitor, self.plan, averaged=averaged)
 
     def _evaluate(
         self, model: nn.Module, loader: EvalLoader, observers: Sequence[EvaluationObserver]
