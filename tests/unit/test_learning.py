@@ -99,10 +99,10 @@ def test_published_weights_out_of_reach_are_not_advised(model: str, monkeypatch:
 
 def test_large_targets_of_a_run_that_has_learnt_nothing_are_scaled_first() -> None:
     job = resolved("device=cpu", "task=regression", "dataset=fake")
-    for magnitude, score, told in ((1275.0, -7.0, True), (1275.0, 0.9, False), (3.0, -7.0, False)):
+    for magnitude, score, is_said in ((1275.0, -7.0, True), (1275.0, 0.9, False), (3.0, -7.0, False)):
         finding = learning(job, PLAN, replace(SCORES, score=score, magnitude=magnitude))
-        assert ("the targets are 1,275 in the mean, without their signs: divide them" in str(finding)) == told
-        assert not told or finding.override is None
+        assert ("the targets are 1,275 in the mean, without their signs: divide them" in str(finding)) == is_said
+        assert not is_said or finding.override is None
 
 
 def test_a_job_that_has_shown_nothing_is_trained_longer() -> None:

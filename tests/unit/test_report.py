@@ -380,10 +380,10 @@ def test_a_page_follows_the_monitor(run: RunDir) -> None:
 
 def test_a_score_that_was_not_chosen_among_others_is_not_called_so(run: RunDir) -> None:
     run.write_summary(scores={"loss": 0.25, "top1": 90.0})
-    for evaluations, told in ((1, False), (2, True)):
+    for evaluations, is_said in ((1, False), (2, True)):
         lines = [{"step": step, "loss/val": 0.5, TAGS["top1"]: 90.0} for step in range(1, evaluations + 1)]
         run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        assert ("the score was chosen" in page_of(run).text.lower()) == told
+        assert ("the score was chosen" in page_of(run).text.lower()) == is_said
 
 
 def test_each_line_of_a_legend_is_drawn(run: RunDir) -> None:
