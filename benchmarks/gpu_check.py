@@ -5,7 +5,7 @@
     python benchmarks/gpu_check.py --only model,host --precisions fp32 bf16 --sizes 224
     python benchmarks/gpu_check.py --device cpu                            # the figures of small jobs: it works
 
-The promises are the tests marked `gpu`. `model` trains a model of timm on random images that are on the device, in
+The promises are the tests in `tests/gpu`. `model` trains a model of timm on random images that are on the device, in
 each precision, with and without channels_last and `torch.compile`, beside the smallest loop that trains the same
 model on one batch. Both wait for the device every few steps; the figure is the median over these windows without the
 first two, and the two take turns. Cases that do not fit into memory are left out. `speedrun` is the CIFAR-10 speed
@@ -296,7 +296,7 @@ def main() -> int:
     chosen = arguments.only or [*["tests"] * cuda, *MEASURES]
     code = 0
     if "tests" in chosen:
-        code = subprocess.call([sys.executable, "-m", "pytest", "-m", "gpu", "-k", arguments.k], cwd=ROOT)
+        code = subprocess.call([sys.executable, "-m", "pytest", "tests/gpu", "-k", arguments.k], cwd=ROOT)
     tables: dict[str, Rows] = {}
     for name in (name for name in MEASURES if name in chosen):
         tables[name] = MEASURES[name](setting)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from packaging.requirements import Requirement
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -443,6 +445,28 @@ def installed(folder: Path, *words: str) -> Path:
     done = command(sys.executable, "-m", "pip", "--python", str(python), "install", *quiet, *words)
     assert done.code == 0, done.err
     return python
+
+
+def not_installed(folder: Path) -> Path:
+    """The interpreter of a new environment in `folder` that has the source on its path, but not installed.
+
+    Of the packages of the tests' environment it has what a run depends on, and what runs the tests.
+    """
+    assert command(sys.executable, "-m", "venv", "--without-pip", str(folder)).code == 0
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "source.pth").write_text(f"{ROOT / 'src'}\n")
+    wanted, seen = ["lockstep", "pytest", "pytest-timeout", "pytest-xdist"], set()
+    while wanted:
+        package = metadata.distribution(wanted.pop())
+        if package.name in seen:
+            continue
+        seen.add(package.name)
+        needed = map(Requirement, package.requires or ())
+        wanted += [word.name for word in needed if word.marker is None or word.marker.evaluate({"extra": ""})]
+        for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if package.name != "lockstep" and not (site / name).exists():
+                (site / name).symlink_to(package.locate_file(name))
+    return folder / "bin" / "python"
 
 
 def origin(python: Path) -> Path:

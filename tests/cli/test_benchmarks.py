@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import ROOT, Done, forked, photos_of_two_classes
+import lockstep
+from helpers import ROOT, Done, command, forked, not_installed, photos_of_two_classes
 
 pytestmark = pytest.mark.slow
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
@@ -79,6 +80,15 @@ def test_the_gpu_check_names_what_a_machine_without_a_network_is_brought() -> No
     assert needed.keys() - brought.keys() == {"torch", "torchvision", "pillow"}
     bounds = {name: text.removeprefix(name) for name, text in brought.items() if "==" not in text}
     assert all(needed[name].endswith(f",{bound}") for name, bound in bounds.items())
+
+
+def test_the_gpu_check_runs_where_nothing_but_the_packages_of_a_run_is_installed(tmp_path: Path) -> None:
+    python = not_installed(tmp_path / "environment")
+    assert command(str(python), "-c", "import torchmetrics").code == 1
+    assert command(str(python), "-m", "lockstep", "--version").out == f"lockstep {lockstep.__version__}\n"
+    done = command(str(python), "benchmarks/gpu_check.py", "--device", "cpu", "--only", "tests")
+    assert done.code == 0, done.out + done.err
+    assert re.search(r"= \d+ skipped in", done.out), done.out
 
 
 def test_the_gpu_check_says_which_parts_there_are() -> None:

@@ -150,7 +150,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     ),
     is_executable: (".ci/run",),
     is_declared: (
-        *("python -m pytest tests/unit", "python -m pytest -m slow", "python -m pytest -m gpu"),
+        *("python -m pytest tests/unit", "python -m pytest -m slow", "python -m pytest tests/gpu"),
         f"python -m pytest {QUICK}",
     ),
     # They download, or need two machines or SLURM; test_launchers.py, test_machines.py and test_slurm.py have those.

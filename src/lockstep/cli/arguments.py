@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lockstep
 from lockstep.config.command_line import Parser
 from lockstep.config.commands import OVERRIDE, key_of, shell_command
 from lockstep.core.errors import InputError, did_you_mean
@@ -19,7 +19,7 @@ ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # they take a jo
 
 def arguments() -> argparse.Namespace:
     parser = Parser(prog="lockstep", description=DESCRIPTION)
-    version = f"lockstep {metadata.version('lockstep')}"
+    version = f"lockstep {lockstep.__version__}"  # works without an installation, too
     parser.add_argument("--version", action="version", version=version, help="show the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a job or a sweep, like train.py in a checkout")
