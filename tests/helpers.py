@@ -455,14 +455,14 @@ def not_installed(folder: Path) -> Path:
     assert command(sys.executable, "-m", "venv", "--without-pip", str(folder)).code == 0
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "source.pth").write_text(f"{ROOT / 'src'}\n")
-    wanted, seen = ["lockstep", "pytest", "pytest-timeout", "pytest-xdist"], set()
-    while wanted:
-        package = metadata.distribution(wanted.pop())
-        if package.name in seen:
+    queue, linked = ["lockstep", "pytest", "pytest-timeout", "pytest-xdist"], set()
+    while queue:
+        package = metadata.distribution(queue.pop())
+        if package.name in linked:
             continue
-        seen.add(package.name)
-        needed = map(Requirement, package.requires or ())
-        wanted += [word.name for word in needed if word.marker is None or word.marker.evaluate({"extra": ""})]
+        linked.add(package.name)
+        requirements = map(Requirement, package.requires or ())
+        queue += [word.name for word in requirements if word.marker is None or word.marker.evaluate({"extra": ""})]
         for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             if package.name != "lockstep" and not (site / name).exists():
                 (site / name).symlink_to(package.locate_file(name))

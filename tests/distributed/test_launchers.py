@@ -125,6 +125,17 @@ def test_ranks_of_torchrun_say_a_mistake_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_lone_rank_of_a_launcher_steps_through_ddp_and_takes_the_steps_of_one_process(tmp_path: Path) -> None:
+    one, launched = tmp_path / "one", tmp_path / "launched"
+    words = (*JOB, "strategy=ddp", "launcher.ranks=1", "launcher.threads=1", "steps=5", f"output_root={tmp_path}")
+    assert train(*words, f"hydra.run.dir={one}").code == 0
+    (done,) = as_ranks(*words, f"hydra.run.dir={launched}", ranks=1)
+    assert "1 process on the CPU by DDP" in " ".join(done.out.split()), done.err
+    assert losses(launched) == losses(one)
+    expected = weights(one)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(launched).items())
+
+
 def test_a_signal_saves_and_a_resume_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, *TWO, "epochs=1000", "schedule=constant")

@@ -106,6 +106,7 @@ def test_a_lone_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     with join(device="cpu", backend="gloo", timeout=10, threads=1) as world:
         assert world == World.solo()
+        assert not world.has_group
         assert not dist.is_initialized()
 
 

@@ -57,6 +57,8 @@ class Strategy(Component, Protocol):
     """Whether all ranks do the same work in a step, so that a slow one can be named."""
     adapts: ClassVar[bool] = False
     """Whether the number of devices decides which strategy takes the place of this one."""
+    joins_alone: ClassVar[bool] = False
+    """Whether a lone rank of a launcher joins a process group, to do on one GPU what several do."""
     widest: ClassVar[UpdateScope] = UpdateScope.model
     """The widest scope of an optimizer whose state the strategy can divide over the ranks."""
     sync_batchnorm: bool | None = None

@@ -36,6 +36,11 @@ class World(Place):
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a process group; a lone rank of a launcher has one under `strategy=ddp`."""
+        return self.size > 1 or self.control is not None
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in place; the same on every rank."""
         if self.size > 1:

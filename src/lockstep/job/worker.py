@@ -92,6 +92,7 @@ def run_rank(path: Path, job: ResolvedJob | None = None, callbacks: Mapping[str,
                 backend=job.launcher.backend,
                 timeout=watchdog.GROUP_TIMEOUT_S,
                 threads=job.launcher.threads,
+                alone=job.strategy.joins_alone,
             ) as joined,
         ):
             dog.local_peer_pids = joined.local_peer_pids
@@ -161,17 +162,18 @@ def exit_as_rank(path: Path, *objects: Any) -> NoReturn:
 
 
 @contextmanager
-def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator[World]:
+def join(*, device: str, backend: str, timeout: float, threads: int, alone: bool = False) -> Iterator[World]:
     """Become a rank of the job: set the device and the threads, and join the process group of several ranks.
 
-    The group is destroyed at the end and after a saved stop, when all ranks have just met. After an error it is not
-    destroyed: another rank may hang in a collective, and waiting for that rank would hide the error. `timeout` is in
-    seconds; a collective that takes longer is an error. Raises InputError if this rank has no GPU, the variables of
-    its launcher are wrong, or the rank may not open enough files to be connected with all ranks.
+    `alone` says whether the lone rank of a launcher joins one, too. The group is destroyed at the end and after a
+    saved stop, when all ranks have just met. After an error it is not destroyed: another rank may hang in a
+    collective, and waiting for that rank would hide the error. `timeout` is in seconds; a collective that takes
+    longer is an error. Raises InputError if this rank has no GPU, the variables of its launcher are wrong, or the
+    rank may not open enough files to be connected with all ranks.
     """
     torch.set_num_threads(threads)
     place = launched_place()
-    if place.size == 1:  # a group would take 20 ms, and more with NCCL
+    if place.size == 1 and not (alone and is_launched()):  # a group would take 20 ms, and more with NCCL
         yield World.solo(torch.device(device, 0) if device == "cuda" else device)
         return
     from lockstep.runtime import addresses  # imported late: a single rank has no connections

@@ -146,9 +146,9 @@ class Distributed(Single):
         """Any number of ranks works, on any device."""
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        if world.size == 1:
+        if not world.has_group:
             return model
-        if self.sync_batchnorm:
+        if self.sync_batchnorm and world.size > 1:
             from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm  # one rank needs none
 
             model = convert_sync_batchnorm(model)

@@ -55,6 +55,7 @@ class DDP(Distributed):
     bucket_mb: float | None = ranged(None, least=0.001, most=100_000)
     comm_hook: str = choice("none", *COMM_HOOKS)  # compress gradients on the wire; changes the numbers
     imports: ClassVar[tuple[str, ...]] = ("torch._dynamo",)
+    joins_alone: ClassVar[bool] = True
 
     def with_changing_graph(self) -> Self:
         # Otherwise DDP waits for gradients that never come, or does not send those that come later.
@@ -91,7 +92,7 @@ class DDP(Distributed):
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)
-        if self.comm_hook != "none" and world.size > 1:
+        if self.comm_hook != "none" and world.has_group:
             notes.append(
                 f"strategy.comm_hook={self.comm_hook} rounds the gradients on the wire: this run differs from "
                 "one without it, and from one on another number of ranks"

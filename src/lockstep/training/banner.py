@@ -36,7 +36,7 @@ LEAST_SHARE = 0.01  # the smallest share of the time that is shown
 
 def _ranks(job: ResolvedJob, world: World) -> str:
     words = [f"{world.size} process{'es' * (world.size != 1)} on {_device(world)}"]
-    if world.size > 1:
+    if world.has_group:
         words[0] += f" by {type(job.strategy).__name__}"
     if world.device.type == "cpu":
         threads = torch.get_num_threads()
