@@ -53,7 +53,7 @@ from lockstep.launcher.spawn import Spawn
 from lockstep.records.ledger import Ledger
 from lockstep.runtime.commands import Command, running
 from lockstep.runtime.signals import StopRequest
-from lockstep.sweep.view import SweepView
+from lockstep.sweeps.view import SweepView
 from lockstep.training import experiment
 from lockstep.training.resolved_job import ResolvedJob, load_job
 
@@ -259,8 +259,8 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 @functools.cache
 def forks() -> Forks:
     """The interpreter from which commands and gangs are forked. The first use starts it."""
-    commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.sweepers", "lockstep.cli.main")
-    commands += ("lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.sweep.pool")
+    commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweeps.sweepers", "lockstep.cli.main")
+    commands += ("lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.sweeps.pool")
     commands += ("lockstep.optim.schedule",)
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
     scores = ("sklearn.metrics", "scipy.special", "scipy.stats")

@@ -116,26 +116,26 @@ training/averages.py: the decay of the average is not warmed up [optim]
 diagnostics/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
 - cores = evidence.cores / evidence.world.local_size
 + cores = evidence.cores
-sweep/search.py: an evaluation at the very end of a round is not one of it [ledger]
+sweeps/search.py: an evaluation at the very end of a round is not one of it [ledger]
 - if done >= share:
 + if done > share:
-sweep/search.py: the last score of a round counts instead of the best one [ledger]
+sweeps/search.py: the last score of a round counts instead of the best one [ledger]
 - return max(values, key=direction.gain)
 + return values[-1]
-sweep/pool.py: a sweep that is stopped starts the jobs that waited [ledger]
+sweeps/pool.py: a sweep that is stopped starts the jobs that waited [ledger]
 -                         waiting.clear()
 -                         request
 +                         request
 records/ledger.py: the job that ended last is named the best one [ledger]
 - best = best_of(self.records(), self.identity().direction)
 + best = max(self.records(), key=lambda record: record.ended)
-sweep/pool.py: a retry runs the jobs that are done too [ledger]
+sweeps/pool.py: a retry runs the jobs that are done too [ledger]
 - if record.state is not State.done and not record.runs_here]
 + if (retry or record.state is not State.done) and not record.runs_here]
-sweep/pool.py: a job that a second Ctrl-C kills has failed [ledger]
+sweeps/pool.py: a job that a second Ctrl-C kills has failed [ledger]
 - self.has_killed |= number == signal.SIGKILL
 + self.has_killed |= False
-sweep/search.py: the trial of a job that has failed never ends [search]
+sweeps/search.py: the trial of a job that has failed never ends [search]
 - record is not None and record.has_ended:
 + record is not None and record.state in (State.done, State.pruned):
 strategy/cutting.py: of cuts that balance equally the last one is taken [stages]

@@ -18,7 +18,7 @@ from helpers import losses, train_here
 from hydra_plugins.lockstep.sweeps import RAY_CONFIG
 from lockstep.core.errors import InputError
 from lockstep.records.ledger import Ledger
-from lockstep.sweep.ray_launcher import RayLauncher
+from lockstep.sweeps.ray_launcher import RayLauncher
 from processes import PATIENCE, background, close, ended, processes, wait_for
 
 JOB = ("model=linear", "optimizer=sgd", "device=cpu", "steps=1500", "schedule=constant", "launcher.threads=1")

@@ -22,7 +22,7 @@ from lockstep.core.run import State
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import Record
 from lockstep.runtime.signals import AGAIN_S
-from lockstep.sweep.pool import to_run
+from lockstep.sweeps.pool import to_run
 from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
 SHORT = ("steps=3", "telemetry.interval=1", "device=cpu", "logger=jsonl", "launcher.threads=1")

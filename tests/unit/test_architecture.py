@@ -35,7 +35,7 @@ NAMES_MODULES: dict[str, str] = {
 }
 
 # Packages that read runs or start them, each by itself. A copy of the source without them trains (`test_heart.py`).
-RIM = frozenset({"sweep", "inference", "report", "diagnostics"})
+RIM = frozenset({"sweeps", "inference", "report", "diagnostics"})
 # What may use all of them.
 ABOVE = frozenset({"cli", "api"})
 
@@ -317,8 +317,8 @@ def test_a_pipeline_is_known_to_its_strategy() -> None:
 def test_launchers_sweeps_and_the_trainer_know_nothing_of_what_they_run() -> None:
     assert packages_imported(*sources(PACKAGE / "launcher")) == {"core", "config", "runtime", "launcher"}
     assert packages_imported(*sources(PACKAGE / "records")) == {"core", "config", "runtime", "records"}
-    known = packages_imported(*sources(PACKAGE / "sweep", PLUGINS))
-    assert known == {"core", "config", "runtime", "records", "launcher", "telemetry", "sweep"}
+    known = packages_imported(*sources(PACKAGE / "sweeps", PLUGINS))
+    assert known == {"core", "config", "runtime", "records", "launcher", "telemetry", "sweeps"}
     loop = [MODULES[f"training.{name}"] for name in ("trainer", "train_step", "evaluate")]
     known = {name for path in loop for name in modules_imported(path)}
     assert not {package_of(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
@@ -326,7 +326,7 @@ def test_launchers_sweeps_and_the_trainer_know_nothing_of_what_they_run() -> Non
 
 
 def test_hydra_and_omegaconf_stay_at_the_border() -> None:
-    packages = sources(PACKAGE / "config", PACKAGE / "sweep", PLUGINS)
+    packages = sources(PACKAGE / "config", PACKAGE / "sweeps", PLUGINS)
     border = {MODULES["cli.train"], MODULES["cli.callbacks"], MODULES["runtime.program"], *packages}
     beyond = {
         path

@@ -14,7 +14,7 @@ from lockstep.core.locks import Lock
 from lockstep.core.run import State
 from lockstep.job.resume import Resume
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.sweep.devices import Needs
+from lockstep.sweeps.devices import Needs
 
 CPU = Needs(cores=4)
 

@@ -17,7 +17,7 @@ from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.records.ledger import Ledger
-from lockstep.sweep.line import choose_folder
+from lockstep.sweeps.line import choose_folder
 
 KEYS = {"init_from=latest": (), "task.teacher=latest": ("task=distill",)}
 ROOTS = ("runs", "nested/runs/", "{}/elsewhere", "outputs")

@@ -37,11 +37,11 @@ from lockstep.records.record import Record, checked_direction
 from lockstep.records.runs import JobRun, read_jobs
 from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
-from lockstep.sweep import search
-from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.line import choose_folder, sweep_of_line
-from lockstep.sweep.pool import CONTEXT_BYTES, Pool, SweepJob, memory_of_job, to_run
-from lockstep.sweep.view import JobProgress, SweepView
+from lockstep.sweeps import search
+from lockstep.sweeps.devices import Devices, Needs, Share
+from lockstep.sweeps.line import choose_folder, sweep_of_line
+from lockstep.sweeps.pool import CONTEXT_BYTES, Pool, SweepJob, memory_of_job, to_run
+from lockstep.sweeps.view import JobProgress, SweepView
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
@@ -184,7 +184,7 @@ def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
     jobs = [SweepJob(job(number), need, lambda: None, ()) for number, need in enumerate(needs)]
     job_of = dict(enumerate(jobs))
     devices = Devices(free_of, 4, free_of.__getitem__)
-    with patch("lockstep.sweep.pool.memory_of_job", memory_of):
+    with patch("lockstep.sweeps.pool.memory_of_job", memory_of):
         Pool(ledger, devices, Blank(), start=start, wait=wait).run(jobs)
     assert (sorted(started), sorted(devices.gpus)) == ([*range(len(jobs))], sorted(free_of))
 

@@ -28,7 +28,7 @@ from lockstep.launcher.spawn import first_failure
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import Record
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.sweep.pool import Pool
+from lockstep.sweeps.pool import Pool
 
 
 def test_a_name_becomes_one_safe_folder_name_and_two_long_ones_stay_two() -> None:

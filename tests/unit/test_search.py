@@ -20,8 +20,8 @@ from hydra_plugins.lockstep.sweeps import OPTUNA_CONFIG
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run import State
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.sweep.search import Search
-from lockstep.sweep.sweepers import OptunaSweeper, distribution
+from lockstep.sweeps.search import Search
+from lockstep.sweeps.sweepers import OptunaSweeper, distribution
 
 optuna = pytest.importorskip("optuna")
 LINE = ("seed=3", "x=interval(0,1)", "kind=a,b")

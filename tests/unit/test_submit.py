@@ -23,7 +23,7 @@ from lockstep.job.slurm import Submission, preview, submission, submit
 from lockstep.job.slurm_task import SlurmTask
 from lockstep.launcher import Slurm
 from lockstep.records.ledger import Ledger
-from lockstep.sweep import line
+from lockstep.sweeps import line
 
 Programs = Callable[..., None]
 

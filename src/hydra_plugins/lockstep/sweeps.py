@@ -1,7 +1,7 @@
 """Lockstep's launchers and sweepers in Hydra: `hydra/launcher=pool` and `ray`, `hydra/sweeper=grid` and `optuna`.
 
 Hydra imports this module for each command, and makes an object of a class for a sweep that uses it. What the classes
-do is in `lockstep.sweep`, which is imported then.
+do is in `lockstep.sweeps`, which is imported then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ for group, configs in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS
 
 class PoolPlugin(Launcher):
     def __init__(self, **settings: Any) -> None:
-        from lockstep.sweep.pool_launcher import PoolLauncher
+        from lockstep.sweeps.pool_launcher import PoolLauncher
 
         self.launcher = PoolLauncher(**settings)
 
@@ -63,14 +63,14 @@ class PoolPlugin(Launcher):
 
 class RayPlugin(PoolPlugin):
     def __init__(self, **settings: Any) -> None:
-        from lockstep.sweep.ray_launcher import RayLauncher
+        from lockstep.sweeps.ray_launcher import RayLauncher
 
         self.launcher = RayLauncher(**settings)
 
 
 class GridPlugin(Sweeper):
     def __init__(self, **settings: Any) -> None:
-        from lockstep.sweep.sweepers import GridSweeper
+        from lockstep.sweeps.sweepers import GridSweeper
 
         self.sweeper = GridSweeper(**settings)
 
@@ -85,6 +85,6 @@ class GridPlugin(Sweeper):
 
 class OptunaPlugin(GridPlugin):
     def __init__(self, **settings: Any) -> None:
-        from lockstep.sweep.sweepers import OptunaSweeper
+        from lockstep.sweeps.sweepers import OptunaSweeper
 
         self.sweeper = OptunaSweeper(**settings)

@@ -87,7 +87,7 @@ class SweepCallbacks(Callback):
                 with following() if follows() else leading():
                     raise InputError(f"{by} would run the whole sweep in each rank; type {line} instead")
         from lockstep.records.ledger import JOBS  # imported late: most commands are one job
-        from lockstep.sweep.line import FILES, choose_folder, remove_refused
+        from lockstep.sweeps.line import FILES, choose_folder, remove_refused
 
         folder = Path(config.hydra.sweep.dir).absolute()
         new = absent(*(folder / name for name in (*FILES, JOBS)))

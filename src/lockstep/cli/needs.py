@@ -15,7 +15,7 @@ from lockstep.job.resume import refuse_in_sweep
 from lockstep.records.ledger import Ledger
 from lockstep.records.runs import is_below
 from lockstep.runtime.forking import import_for_ranks
-from lockstep.sweep.devices import Needs
+from lockstep.sweeps.devices import Needs
 
 
 def kind(values: Mapping[str, Any]) -> str:

@@ -34,8 +34,8 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.safe_write import append
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import SCORE, directions, job_key
-from lockstep.sweep.line import params_of
-from lockstep.sweep.search import JOURNAL, Search
+from lockstep.sweeps.line import params_of
+from lockstep.sweeps.search import JOURNAL, Search
 
 if TYPE_CHECKING:
     import optuna

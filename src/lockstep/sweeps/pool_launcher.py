@@ -2,7 +2,7 @@
 
 Any Hydra app can use it. Its task function may be an object with a method `needs`, which gets a job's config and what
 the machine has before any job starts, may raise an error for a wrong one, and returns what the job needs (both as
-`lockstep.sweep.devices.Needs`).
+`lockstep.sweeps.devices.Needs`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from lockstep.core.terminal import impatient
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied
 from lockstep.runtime.program import say
-from lockstep.sweep.devices import Devices, Needs
+from lockstep.sweeps.devices import Devices, Needs
 
 if TYPE_CHECKING:
-    from lockstep.sweep.pool import Pool, SweepJob
-    from lockstep.sweep.search import Search
-    from lockstep.sweep.view import SweepView
+    from lockstep.sweeps.pool import Pool, SweepJob
+    from lockstep.sweeps.search import Search
+    from lockstep.sweeps.view import SweepView
 
 
 class WrongJob(InputError):
@@ -100,8 +100,8 @@ class PoolLauncher(Callback):
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
-        from lockstep.sweep.search import halve
-        from lockstep.sweep.view import SweepView
+        from lockstep.sweeps.search import halve
+        from lockstep.sweeps.view import SweepView
 
         self.devices = self._devices()
         view = self.view = self.view or SweepView(ledger, begun=self.begun)
@@ -139,7 +139,7 @@ class PoolLauncher(Callback):
         self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int
     ) -> tuple[list[Record], list[SweepJob] | None]:
         """The records of jobs, and the jobs to run; None if all submit themselves. Raises WrongJob, InputError."""
-        from lockstep.sweep.pool import SweepJob, to_run
+        from lockstep.sweeps.pool import SweepJob, to_run
 
         program, planned = command_of_program(), []
         for number, words in enumerate(job_overrides, first):
@@ -251,7 +251,7 @@ class PoolLauncher(Callback):
         return Devices.of_machine()
 
     def _pool(self, ledger: Ledger, devices: Devices, view: SweepView) -> Pool:
-        from lockstep.sweep.pool import Pool, start_process
+        from lockstep.sweeps.pool import Pool, start_process
 
         return Pool(ledger, devices, view, most=self.jobs, start=start_process)
 

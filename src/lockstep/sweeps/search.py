@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-    from lockstep.sweep.pool import Pool, SweepJob
+    from lockstep.sweeps.pool import Pool, SweepJob
 
 ENDED, ERROR = "ended", "error"  # attributes of a trial
 JOURNAL = "optuna.log"

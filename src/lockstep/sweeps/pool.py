@@ -25,8 +25,8 @@ from lockstep.runtime import signals
 from lockstep.runtime.forking import Fork, can_fork
 from lockstep.runtime.program import say
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
-from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.view import SweepView
+from lockstep.sweeps.devices import Devices, Needs, Share
+from lockstep.sweeps.view import SweepView
 
 REFRESH_S = 0.5
 CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all of it

@@ -24,12 +24,12 @@ from lockstep.records.ledger import Ledger, output_of
 from lockstep.records.record import Record
 from lockstep.runtime.host import VISIBLE
 from lockstep.runtime.signals import STOP_SIGNALS
-from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.pool_launcher import PoolLauncher
+from lockstep.sweeps.devices import Devices, Needs, Share
+from lockstep.sweeps.pool_launcher import PoolLauncher
 
 if TYPE_CHECKING:
-    from lockstep.sweep.pool import Pool, SweepJob
-    from lockstep.sweep.view import SweepView
+    from lockstep.sweeps.pool import Pool, SweepJob
+    from lockstep.sweeps.view import SweepView
 
 RAY_POLL_S, CONNECT_S = 0.1, 5.0
 
@@ -82,7 +82,7 @@ class RayLauncher(PoolLauncher):
     def _pool(self, ledger: Ledger, devices: Devices, view: SweepView) -> Pool:
         import ray
 
-        from lockstep.sweep.pool import Pool
+        from lockstep.sweeps.pool import Pool
 
         def start(ledger: Ledger, job: SweepJob, share: Share) -> RayTask:
             return RayTask(ledger, job, devices.all, self.retries)
@@ -160,7 +160,7 @@ class RayTask:
 
 def run_command(ledger: Ledger, job: SweepJob, environment: Mapping[str, str], folder: str) -> int:
     """Run the command of a job on a node; returns its exit code. Cancelled by Ray, it has the job save its state."""
-    from lockstep.sweep.pool import fresh
+    from lockstep.sweeps.pool import fresh
 
     # `ray.cancel` interrupts as Ctrl-C does, which a cluster ignores that a script started in its background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
