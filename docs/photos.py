@@ -28,6 +28,7 @@ def make(folder: Path, channels: int | None) -> None:
                     grey[0].convert("RGB").save(f"{file}.png")
                 else:
                     np.save(f"{file}.npy", np.stack([np.asarray(band) for band in grey], axis=-1))
+    sys.stdout.write(f"{folder}: {IMAGES} images of a {' and '.join(BRIGHTNESS)} each in train and val\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import signal
 import sys
 import tempfile
@@ -50,6 +51,8 @@ def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left
     )
     assert [line for line in lines if "pipeline 2 killed" in line and "refused" in line]
     assert lines[-1] == "all 3 pass, 2 refused"
+    estimates = [line for line in lines if "it took" in line]
+    assert re.fullmatch(r"  \(it took \d+:\d\d, so all take \d+:\d\d or more\)", *estimates)
     assert not list(tmp_path.glob("lockstep-prove-*"))
 
 

@@ -39,6 +39,8 @@ def table(text: str) -> list[tuple[str, str]]:
 
 KEYS = table("""
 model.width=8.5 -> model.width is '8.5', expected a whole number: model.width=10, or in a search model.width=int(
+resume -> resume has no value, expected resume=latest
+epochs -> epochs has no value, expected epochs=VALUE
 resume=newest -> name one with resume=PATH, or the newest run with resume=latest
 dataset=CIFAR10 -> Did you mean 'cifar10', 'cifar100'?
 model=vit_base -> Did you mean 'vit_base_
@@ -177,6 +179,19 @@ ADVICE = re.compile(
     r"(?:(?:; |\bor )(?:use|give|add) |[^;,]: )"
     r"((?:[a-z_]+(?:\.[a-z_]+)*=(?![A-Z])\S+ ?)+)(?=$|[,;.]| or | for | has )"
 )
+
+
+def test_a_resume_of_something_else_names_the_line_for_it(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/sweep.json").touch()
+    (tmp_path / "some weights.safetensors").touch()
+    for path, remedy in (
+        ("sweep", f"it is a sweep, which continues with -m sweep.resume={tmp_path}/sweep"),
+        ("some weights.safetensors", f"'init_from={tmp_path}/some weights.safetensors'"),
+    ):
+        sentence = refusal(tmp_path / "runs", f"resume='{tmp_path / path}'")
+        assert "is neither a run folder nor a checkpoint; " in sentence
+        assert remedy in sentence
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,9 @@ def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_pat
     assert "\n0, 1 " in without_its_line.out
     assert sweep(tmp_path, "seed=1,2", "model=linear", *SHORT, "sweep.resume=new").code == 0
     assert len(list((tmp_path / "sweeps").iterdir())) == 2
+    one_job = "this sweep is one job; values with commas make more, such as KEY=1,2"
+    assert one_job not in refused.err + without_its_line.err
+    assert one_job in sweep(tmp_path, "seed=1", "model=linear", *SHORT).err
 
 
 def test_a_refused_line_removes_nothing_of_a_sweep_that_another_one_has_just_begun(tmp_path: Path) -> None:

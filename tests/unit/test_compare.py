@@ -602,7 +602,7 @@ def test_a_listing_has_a_table_for_each_monitor_too(judged_runs: Path, capsys: C
     assert [row["name"] for row in listed(capsys, judged_runs, sort="f1", filters=["f1>0.3"])] == ["b1", "a1", "g"]
     assert [row["name"] for row in listed(capsys, judged_runs, sort="test", filters=["monitor=map"])] == ["d", "e"]
     runs(str(judged_runs), sort="when", filters=[], form="table")
-    heads = [re.split("  +", line)[3:-3] for line in table(capsys).splitlines() if line.startswith("when")]
+    heads = [re.split("  +", line)[4:-2] for line in table(capsys).splitlines() if line.startswith("name ")]
     assert heads == [["val loss", "val f1"], ["val map", "test"], ["val top-1"], ["val mae", "val f1"]]
 
 

@@ -1,5 +1,6 @@
 """Mistakes of the user as one sentence, from the exceptions of Hydra and OmegaConf."""
 
+import dataclasses
 import itertools
 import re
 import sys
@@ -24,6 +25,7 @@ from lockstep.core.errors import (
     out_of_memory,
     shown,
 )
+from lockstep.core.run_dir import LATEST
 from lockstep.core.safe_write import FULL
 
 
@@ -45,6 +47,9 @@ def translate(error: BaseException) -> LockstepError | None:
             return InputError(
                 f"{shown(error.override)} cannot be read, expected KEY=VALUE{suggest.note(proposal)}: {proposal}"
             )
+        if not sign and group in (field.name for field in dataclasses.fields(Job)):
+            value = LATEST if group in ("resume", "init_from") else "VALUE"
+            return InputError(f"{group} has no value, expected {group}={value}")
         return InputError(
             f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or "
             f"accents needs quotes that reach the program: \"KEY='a, b'\""

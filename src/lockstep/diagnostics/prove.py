@@ -40,7 +40,7 @@ from lockstep.job.resume import refuse_resume
 from lockstep.models.nets import sketch
 from lockstep.optim.schedule import Chain, Plateau
 from lockstep.runtime.commands import ending, running
-from lockstep.telemetry.progress import progress
+from lockstep.telemetry.progress import format_duration, progress
 
 PREFIX = "lockstep-prove-"  # of the folders for the runs, in the folder of temporary files
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
@@ -117,6 +117,7 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
         print_row("run", "against", "loss", "weights", "samples", "")
     results: dict[str, RunResult] = {}
     rows: list[dict[str, Any]] = []
+    began = time.monotonic()
     with progress("proving", len(planned)) as advance:
         for case in planned:
             reference = "" if case.reference == case.name else case.reference
@@ -135,6 +136,10 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
             rows.append({"run": case.name, "against": reference or None, **facts, "verdict": verdict})
             if form == "table":
                 print_row(case.name, reference, *(texts(facts) if facts else ["", "", ""]), verdict)
+                if len(rows) == 1 < len(planned):
+                    first = time.monotonic() - began
+                    all_runs = format_duration(first * len(planned))
+                    log.show(f"  (it took {format_duration(first)}, so all take {all_runs} or more)")
     if form == "json":
         show_json(rows)
     if failed := [row["run"] for row in rows if row["verdict"] == VERDICT_FAIL]:

@@ -18,7 +18,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, SHELL, Role, is_inside, leaves, personal_values, problems
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, read_overrides
-from lockstep.core.run_dir import MANIFEST, RunDir
+from lockstep.core.run_dir import MANIFEST, SWEEP, RunDir
 from lockstep.core.safe_read import read_if_exists
 
 MOST_KEYS = 4
@@ -185,10 +185,12 @@ def _named(values: Mapping[str, Any], invocation: Invocation) -> tuple[Path | No
         return None, str(path.absolute())
     if RunDir(path).overrides.is_file():
         return path.resolve(), None
-    raise InputError(
-        f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH, or the newest run with "
-        "resume=latest"
-    )
+    remedy = "name one with resume=PATH, or the newest run with resume=latest"
+    if (path / SWEEP).is_file():
+        remedy = f"it is a sweep, which continues with -m {shell_command([override('sweep.resume', path)])}"
+    elif path.is_file():
+        remedy = f"a new run starts from a file's weights with {shell_command([override('init_from', path)])}"
+    raise InputError(f"resume: {path} is neither a run folder nor a checkpoint; {remedy}")
 
 
 def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:

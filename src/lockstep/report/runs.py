@@ -96,11 +96,14 @@ def without_status(row: Row) -> Row:
 
 
 def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[str], form: str) -> None:
-    """Show the rows, with the name at the end, where it can be copied."""
+    """Show the rows, with the name at the end, where it can be copied; for another program it comes first."""
     names = chosen or [name for name in shown.figures if name == SCORE or any(name in row for row in rows)]
+    folders = [] if shown.is_sweep else [Column("name", [row["name"] for row in rows])]
+    is_read = form == "table" and log.console.is_terminal
     show_table(
         [
             *([Column("job", [_number(row) for row in rows])] if shown.is_sweep else []),
+            *([] if is_read else folders),
             Column("when", [row["when"][5:] for row in rows]),  # without the year
             *columns_of_keys(rows, shown.keys, chosen),
             *(
@@ -111,7 +114,7 @@ def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[
             *(_column_of_annotation(rows, name) for name in ANNOTATIONS if any(row[name] for row in rows)),
             Column("size", [format_bytes(row["size"]) for row in rows]),
             Column("state", [row["status"] for row in rows]),
-            *([] if shown.is_sweep else [Column("name", [row["name"] for row in rows])]),
+            *(folders if is_read else []),
         ],
         form,
     )

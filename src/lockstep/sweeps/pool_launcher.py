@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lockstep.config.commands import command_of_program
 from lockstep.config.composition import words_of_job
 from lockstep.config.hydra_policy import as_typed
+from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
@@ -78,6 +79,8 @@ class PoolLauncher(Callback):
             raise InputError(
                 "this line has no job: a range(...) or glob(...) in it has no value; write values with commas"
             )
+        if len(job_overrides) == 1 and self.search is None:
+            log.note("this sweep is one job; values with commas make more, such as KEY=1,2")
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
             ledger.create(Identity(direction=checked_direction(self.direction)))
