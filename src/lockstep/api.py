@@ -150,7 +150,8 @@ def train(
                 with storing(invocation.folder):
                     invocation.folder.mkdir(parents=True, exist_ok=True)
             lock = locked.enter_context(closing(Lock()))
-            prepared, job = create_run(replace(decide_resume(values, invocation), objects=objects), lock)
+            resume = replace(decide_resume(values, invocation), objects=objects, callbacks=callbacks)
+            prepared, job = create_run(resume, lock)
         with prepared as run_dir, nullcontext() if job.launcher.starts_ranks else sleeping_soon():
             objective = start_job(run_dir, job, named_objects(job, callbacks))
     return Result(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import os
 import sys
 import warnings
@@ -108,3 +109,33 @@ def test_an_interrupted_cell_saves_and_later_calls_leave_the_kernel_as_it_was(
         pytest.fail(str(error))
     assert "ended: stopped at step" in printed(notebook.cells[0])
     assert results(notebook) == ["{}", "{}"], printed(notebook.cells[3])
+
+
+CELLS = """
+import lockstep, torch
+from lockstep.models.nets import Network
+class Block(torch.nn.Module):
+    def forward(self, images):
+        return images.flatten(1)
+class Idle(lockstep.Callback):
+    every_rank = True
+@lockstep.option("model")
+class Own(Network):
+    def build(self, classes, input_shape):
+        return torch.nn.Sequential(Block(), torch.nn.Linear(64, classes))
+words = ["model=own", "device=cpu", "launcher.threads=1", "steps=2"]
+"""
+TRAINED = "folders = [lockstep.train(words, callbacks=[Idle()], ranks=ranks).folder for ranks in (1, 2)]"
+SAME = "[row['key'] for row in lockstep.compare(*folders) if row['cause'] == 'your code']"
+CHANGED = "class Block(torch.nn.Module):\n    def forward(self, images):\n        return 2 * images.flatten(1)"
+AGAIN = "last = lockstep.train(words, callbacks=[Idle()], ranks=1).folder"
+OTHER = "[row['key'] for row in lockstep.compare(folders[0], last)]"
+
+
+def test_the_classes_of_cells_are_recorded_and_a_changed_one_is_named(tmp_path: Path) -> None:
+    cells = [nbformat.v4.new_code_cell(source) for source in (CELLS, TRAINED, SAME, CHANGED, AGAIN, OTHER)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client(notebook, tmp_path).execute()
+    assert results(notebook) == ["[]", "['__main__/Block']"]
+    code = json.loads(next((tmp_path / "outputs").glob("*/env.json")).read_text())["code"]
+    assert {*code["__main__"]["files"]} == {"Block", "Idle", "Own"}

@@ -175,3 +175,86 @@ def test_weights_name_the_package_that_they_need(project: Path, tmp_path: Path) 
     done = forked("-c", code, cwd=project)
     assert done.code == 0, done.err
     assert done.err.count(f"{weights} was trained with other code of mine") == 1
+
+
+PROGRAM = """
+import sys
+import torch
+import lockstep
+from lockstep.models.nets import Network
+from losses import own_loss
+
+@lockstep.option("model")
+class Own(Network):
+    def build(self, classes, input_shape):
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))
+
+class Idle(lockstep.Callback):
+    def step_end(self, run):
+        pass
+
+if __name__ == "__main__":
+    if "-m" in sys.argv:
+        lockstep.main()
+    else:
+        lockstep.train(sys.argv[1:], loss=own_loss, callbacks=[Idle()])
+"""
+LOSSES = """
+from torch.nn.functional import cross_entropy
+
+def own_loss(logits, targets):
+    return cross_entropy(logits, targets, reduction="none")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A folder with a script that declares an option and a callback, and a module with a loss."""
+    (tmp_path / "script.py").write_text(PROGRAM)
+    (tmp_path / "losses.py").write_text(LOSSES)
+    return tmp_path
+
+
+def call(program: Path, name: str, *words: str, code: int = 0) -> Done:
+    place = [f"hydra.run.dir=outputs/{name}"] if name else []
+    done = forked(
+        "script.py", "model=own", "device=cpu", "launcher.threads=1", "steps=2", *place, *words, cwd=program
+    )
+    assert done.code == code, done.err
+    return done
+
+
+def edit(program: Path, file: str) -> None:
+    (program / file).write_text((program / file).read_text() + "# another line\n")
+
+
+def test_the_code_of_a_script_and_of_its_modules_is_a_cause_and_tells_runs_apart(program: Path) -> None:
+    call(program, "a")
+    edit(program, "script.py")
+    call(program, "b", "launcher.ranks=2", "launcher=elastic")
+    call(program, "b1", "launcher.ranks=2")
+    assert environment(program, "b")["code"] == environment(program, "b1")["code"]
+    edit(program, "losses.py")
+    call(program, "c")
+    assert compare(program)[0]["key"] == "__main__/script.py"
+    assert [row["key"] for row in compare(program, "c")] == ["__main__/script.py", "losses/losses.py"]
+    done = forked("lockstep", "compare", "outputs", "--json", cwd=program)
+    rows = json.loads(done.out)
+    shown = [(row["code of __main__"], row["code of losses"]) for row in rows]
+    assert len({*shown}) == 3, shown
+
+
+def test_a_resume_with_another_script_says_so_and_a_strict_one_is_refused(program: Path) -> None:
+    call(program, "a")
+    call(program, "strict", "repro=strict")
+    edit(program, "script.py")
+    assert "code has changed since the run last began: __main__ (script.py)" in call(program, "a", "steps=3").err
+    done = call(program, "strict", "repro=strict", "steps=3", code=1)
+    assert "__main__ (script.py), and repro=strict continues with the same code" in done.err
+
+
+def test_a_sweep_of_a_script_names_the_jobs_of_another_one(program: Path) -> None:
+    words = ("-m", "seed=0,1", "sweep.objectives=[score]")
+    call(program, "", *words)
+    edit(program, "script.py")
+    assert "trained with other code of __main__ (script.py): jobs 0, 1" in call(program, "", *words).out

@@ -268,6 +268,33 @@ def test_what_a_recipe_sets_is_a_cause_and_no_line_of_its_own(tmp_path: Path) ->
     assert [row["key"] for row in causes(both)] == ["experiment", "optimizer.lr"]
 
 
+def test_runs_with_the_values_of_another_recipe_or_of_none_are_the_same_run(tmp_path: Path) -> None:
+    for name, words in (("a", ("experiment=a",)), ("b", ("experiment=b",)), ("c", ()), ("d", ("seed=1",))):
+        run(tmp_path / name, *words, score=1.0)
+    one, other, typed, _ = both = read_runs(tmp_path)
+    assert causes([one, other]) == causes([one, typed]) == []
+    assert [(row["done"], row["state"]) for row in groups(both)] == [(2, "4 done")]
+    assert [(row["experiment"], row["done"]) for row in groups(both, names=["experiment"])] == [("a,b", 2)]
+
+
+def test_a_recipe_whose_values_have_changed_is_shown_by_its_values(tmp_path: Path) -> None:
+    for name, (recipe, rate) in enumerate((("a", "0.1"), ("a", "0.2"), ("b", "0.2"))):
+        run_dir = RunDir(run(tmp_path / str(name), f"experiment={recipe}", score=1.0))
+        run_dir.composed.write_text(components.dump({**COMPOSED, "optimizer": {"lr": rate}}))
+    assert {row["optimizer.lr"]: row["state"] for row in groups(read_runs(tmp_path))} == {
+        "0.1": "done",
+        "0.2": "2 done",
+    }
+
+
+def test_runs_of_other_code_are_rows_of_their_own(tmp_path: Path) -> None:
+    for name, (digest, seed) in enumerate((("a" * 64, 0), ("b" * 64, 0), ("b" * 64, 1))):
+        code = {"mine": {"sha256": digest, "files": {"model.py": digest[:12]}}}
+        run(tmp_path / str(name), f"seed={seed}", score=90.0 - name, code=code, earlier_code=[])
+    rows = groups(read_runs(tmp_path))
+    assert [(row["code of mine"], row["done"]) for row in rows] == [("#aaaaaaa", 1), ("#bbbbbbb", 2)]
+
+
 @pytest.fixture
 def rates(tmp_path: Path) -> Path:
     """Runs of two rates, the default and one with many digits, with two seeds each and a loss."""

@@ -49,7 +49,7 @@ def package(tmp_path: Path) -> Path:
 
 def read(folder: Path) -> UserCode:
     user_code.read.cache_clear()
-    return user_code.read(Extension(folder.name, "named by train.py", folder))
+    return user_code.read(folder)
 
 
 def changed(folder: Path, before: UserCode) -> str:

@@ -170,6 +170,16 @@ def is_importable(cls: type[Any]) -> bool:
     return options.is_ours(cls) or any(extension.has(cls.__module__) for extension in active())
 
 
+def of_program() -> list[type[Any]]:
+    """The classes of options that this program itself declares, outside of extensions."""
+    return [cls for group in GROUPS for cls in options.declared(group).values() if not is_importable(cls)]
+
+
+def has_user_code() -> bool:
+    """Whether a job here may use code of the user that a config names."""
+    return bool(active() or of_program())
+
+
 def files(option: str) -> list[Path]:
     """The config file of an option `GROUP=NAME` of an extension; empty if none has it."""
     return [file for extension in active() for name, file in _configs(extension) if name == option]

@@ -39,7 +39,7 @@ from lockstep.inference.scoring import (
 )
 from lockstep.job.resolve import with_targets
 from lockstep.records.ledger import Ledger
-from lockstep.records.runs import by_values, differing, read_jobs
+from lockstep.records.runs import by_values, differing, in_names, read_jobs, value_of
 from lockstep.records.runs import settings as settings_of
 from lockstep.runtime.host import cores
 from lockstep.training.resolved_job import fingerprint_of
@@ -127,12 +127,13 @@ def cross_validations(sweep: Path) -> list[CrossValidation]:
     runs = [run for run in jobs if all(numbers.fullmatch(settings_of(run).get(key, "")) for key in (FOLD, FOLDS))]
     keys = [key for key in differing(runs) if key != FOLD]
     settings = []
-    for values, members in by_values(runs, keys).items():
+    for members in by_values(runs, keys).values():
         by_fold, folds = {int(settings_of(run)[FOLD]): run for run in members}, int(settings_of(members[0])[FOLDS])
+        values = {key: value_of(members[0], key) for key in in_names(runs, keys)}
         states = {fold: str(by_fold[fold].state) if fold in by_fold else "no job" for fold in range(folds)}
         done = {fold: by_fold[fold] for fold, state in states.items() if state == State.done}
         missing = {fold: state for fold, state in states.items() if fold not in done}
-        settings.append(CrossValidation(dict(zip(keys, values, strict=True)), folds, done, missing))
+        settings.append(CrossValidation(values, folds, done, missing))
     if not any(setting.runs for setting in settings):
         compare = shell_command(["lockstep", "compare", sweep])
         expected = "it has no folds, expected a sweep such as dataset.folds=5 dataset.fold=0,1,2,3,4 -m"

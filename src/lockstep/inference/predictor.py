@@ -19,6 +19,7 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
+from lockstep.runtime.pickled import MAIN
 from lockstep.training.evaluate import logits_of
 from lockstep.training.trained import KEY, Trained, load_trained
 
@@ -156,7 +157,7 @@ def load_predictor(
         from lockstep.runtime.user_code import code_of  # few models are of an extension
 
         for package, code in code_of(vars(trained.card)).items():
-            if trained.card.packages.get(package) != code.facts["sha256"]:
+            if package != MAIN and trained.card.packages.get(package) != code.facts["sha256"]:
                 log.note(f"{path} was trained with other code of {package}")
     transforms = DeviceTransforms.of(
         trained.card,

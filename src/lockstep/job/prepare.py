@@ -14,12 +14,13 @@ from pathlib import Path
 
 from lockstep.checkpoint import files
 from lockstep.checkpoint.reading import check_fingerprint
-from lockstep.config import components, composition, extensions
+from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of, override
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.locks import Lock
+from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run
 from lockstep.core.run_dir import PathBelow, RunDir, relative
@@ -152,7 +153,7 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
         state = f"has finished step {step} of {total}, so nothing is left to do"
     if state:
         raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
-    check_code(job, resumed)
+    check_code(job, resumed, resume.callbacks)
     saved: Decisions = facts["progress"].get("decisions", {})  # an earlier version has none
     if job.train.swa_from is not None:
         mean = averaging_of(saved) if saved else int(files.read_state(resumed)["ema_updates"])
@@ -161,14 +162,16 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
         note_changes(job, plan, saved, step)
 
 
-def check_code(job: ResolvedJob, resumed: Path) -> None:
+def check_code(job: ResolvedJob, resumed: Path, callbacks: Sequence[Callback]) -> None:
     """Say which of the user's code has changed since the checkpoint's run last began. Raises InputError if strict."""
-    if not extensions.active():
-        return
-    from lockstep.runtime import user_code  # few jobs have extensions
-
     folder = resumed.parents[1]
-    changed = user_code.changes(Run(folder).code or {}, user_code.code_of(components.plain(job)))
+    if not (recorded := Run(folder).code):
+        return
+    from lockstep.runtime import user_code  # few jobs have code of the user
+    from lockstep.training.objects import code_parts
+
+    code = user_code.code_of(components.plain(job), code_parts(job, callbacks))
+    changed = user_code.changes(recorded, code)
     words = ", ".join(f"{package} ({files})" for package, files in changed.items())
     sentence = f"resume: code has changed since the run last began: {words}"
     if words and job.repro == "strict":

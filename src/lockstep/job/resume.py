@@ -17,6 +17,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, SHELL, Role, is_inside, leaves, personal_values, problems
 from lockstep.core.named_paths import pointed
+from lockstep.core.observer import Callback
 from lockstep.core.run import Run, read_overrides
 from lockstep.core.run_dir import MANIFEST, SWEEP, RunDir
 from lockstep.core.safe_read import read_if_exists
@@ -46,6 +47,7 @@ class Resume:
     # The values that the command has without the files of strangers, by key; None if there are no such files.
     own: Mapping[str, Any] | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)  # of a program, by group, for which options stand
+    callbacks: Sequence[Callback] = ()  # of a program
 
     def check_personal(self, component: Any, prefix: str = "") -> None:
         """Raise InputError if a file of strangers says where a run writes or sends, or any file what a shell runs."""

@@ -16,13 +16,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from lockstep.config import extensions
-from lockstep.config.schema import GROUPS
+from lockstep.config import components, extensions
 from lockstep.core import log, plan
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, as_known, out_of_memory
 from lockstep.core.launch_env import ATTEMPT, Place, is_launched, launched_place, store_address
@@ -37,7 +36,10 @@ from lockstep.runtime import program, watchdog
 from lockstep.runtime.forking import Fork
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment
-from lockstep.training.resolved_job import ResolvedJob, load_job
+from lockstep.training.resolved_job import ResolvedJob, chosen_options, load_job
+
+if TYPE_CHECKING:
+    from lockstep.runtime.user_code import UserCode
 
 SPARE_FILES = 512  # files that a rank may have open besides its connections
 
@@ -53,21 +55,34 @@ def start_job(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callbac
             "can do; use lockstep train, or launcher.nodes=1"
         )
     with impatient():
-        entry = Entry(lambda path: run_rank(path, job, callbacks), objects_of(job, callbacks))
+        objects = objects_of(job, callbacks)
+        entry = Entry(lambda path: run_rank(path, *objects or [job]), objects)
         objective = job.launcher.launch(entry, run_dir)
     forgive_output()  # train.log has what is shown
     return objective
 
 
 def objects_of(job: ResolvedJob, callbacks: Mapping[str, Callback] | None) -> tuple[Any, ...]:
-    """What a rank in another process cannot read from the run folder: a job with parts of a program, or callbacks."""
-    chosen = [getattr(job, group) for group in GROUPS]
-    parts = [part for own in chosen for part in (own.values() if isinstance(own, Mapping) else [own])]
-    return () if not callbacks and all(extensions.is_importable(type(part)) for part in parts) else (job, callbacks)
+    """What a rank in another process cannot read from the run folder, with its code: a job of a program's parts."""
+    if not callbacks and all(extensions.is_importable(type(option)) for option in chosen_options(job)):
+        return ()
+    from lockstep.runtime import user_code  # few jobs have parts of a program
+    from lockstep.training.objects import code_parts
+
+    parts = code_parts(job, (callbacks or {}).values())
+    return job, callbacks, user_code.code_of(components.plain(job), parts)
 
 
-def run_rank(path: Path, job: ResolvedJob | None = None, callbacks: Mapping[str, Callback] | None = None) -> None:
-    """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank."""
+def run_rank(
+    path: Path,
+    job: ResolvedJob | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+    code: Mapping[str, "UserCode"] | None = None,
+) -> None:
+    """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank.
+
+    `code` is the code of the user, if only the program that started the ranks can read it.
+    """
     run_dir = RunDir(path)
     errors = RankErrorFile(run_dir, launched_place().rank)
     with (
@@ -96,7 +111,7 @@ def run_rank(path: Path, job: ResolvedJob | None = None, callbacks: Mapping[str,
             ) as joined,
         ):
             dog.local_peer_pids = joined.local_peer_pids
-            experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat, callbacks=callbacks)
+            experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat, callbacks=callbacks, code=code)
 
 
 class RankErrorFile:

@@ -117,6 +117,8 @@ def settings(run: Run) -> Mapping[str, str]:
         return {}
     values: dict[str, Any] = {**run.typed_values, **dict(leaves(run.composed))}
     values |= {key.removesuffix(f".{TARGET}"): value for key, value in values.items()} | run.choices
+    values = {key: value for key, value in values.items() if key not in names_of_files(run)}
+    values = {key: value for key, value in values.items() if value != "null" or not _names_files(key)}  # `debug=null`
     values |= {"monitor": run.monitor.name} if "monitor" in values else {}  # `auto` and its value are one
     for key, text in run.typed_values.items():  # `init_from=base/${seed}` is one setting of all seeds
         if not is_sample(key) and any(map(is_sample, _REFERENCE.findall(text))):
@@ -126,19 +128,62 @@ def settings(run: Run) -> Mapping[str, str]:
     return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 
 
-def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
+@functools.cache
+def names_of_files(run: Run) -> Mapping[str, str]:
+    """The names of a run's recipe and of its files of the user's own groups: the run is the values that these set."""
+    return {} if run.problem else {key: name for key, name in run.choices.items() if _names_files(key)}
+
+
+def _names_files(key: str) -> bool:
+    return key == RECIPES or can_be_group(key)
+
+
+@functools.cache
+def codes(run: Run) -> Mapping[str, str]:
+    """The code of the user that a run was trained with, in a word for each package; it makes another run too."""
+    texts = {package: f"#{str(code.get('sha256'))[:7]}" for package, code in (run.code or {}).items()}
+    for code in reversed(run.earlier_code):
+        if (package := str(code.get("package"))) in texts:
+            earlier = f"#{str(code.get('sha256') or 'unknown')[:7]} until step {code.get('until_step')}"
+            texts[package] = f"{earlier}, {texts[package]}"
+    return {f"code of {package}": text for package, text in texts.items()}
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
     """The keys in which runs differ, those that a user typed first.
 
-    Not the keys that only follow from the option of a group or, without `of_recipes`, from a recipe, in which runs
-    differ too.
+    Not the keys that only follow from the option of a group in which runs differ too.
     """
     typed = dict.fromkeys(key for run in runs for key in run.typed_values if key in settings(run))
-    keys = dict.fromkeys([*typed, *(key for run in runs for key in settings(run))])
-    differ = [key for key in keys if len({settings(run)[key] for run in runs if key in settings(run)}) > 1]
-    recipes = [key for key in differ if key == RECIPES or can_be_group(key)]
-    from_files = bool(recipes) and not of_recipes
-    follows = {key for key in differ if from_files or ("." in key and key.partition(".")[0] in differ)}
-    return [key for key in differ if key in typed or key in recipes or key not in follows]
+    differ = _differing([settings(run) for run in runs])
+    differ = [*(key for key in typed if key in differ), *(key for key in differ if key not in typed)]
+    follows = {key for key in differ if "." in key and key.partition(".")[0] in differ}
+    return [key for key in differ if key in typed or key not in follows]
+
+
+def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    keys = dict.fromkeys(key for of_run in facts for key in of_run)
+    return [key for key in keys if len({of_run[key] for of_run in facts if key in of_run}) > 1]
+
+
+def differing_files(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """The recipes and groups of files in which runs differ, if one of `keys`, in which they differ too, follows."""
+    names = dict.fromkeys(key for run in runs for key in names_of_files(run))
+    differ = [key for key in names if len({names_of_files(run).get(key) for run in runs}) > 1]
+    return differ if _set_by_files(runs, keys) else []
+
+
+def _set_by_files(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Those of `keys` that no line has: values of files, or of their options."""
+    return [key for key in keys if not any(key in run.typed_values for run in runs)]
+
+
+def in_names(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """The keys to show for `keys`: names of files in place of the values that they set, if they tell these apart."""
+    names, of_files = differing_files(runs, keys), _set_by_files(runs, keys)
+    values = by_values(runs, [*names, *of_files])
+    told_apart = len(values) == len(by_values(runs, names))
+    return [*names, *(key for key in keys if key not in of_files)] if names and told_apart else [*keys]
 
 
 def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:
@@ -165,8 +210,10 @@ def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = (
 
 def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Sequence[str]) -> list[Row]:
     keys = [*by] or [key for key in differing(runs) if not is_sample(key)]
-    members = by_values(runs, keys)
-    more_keys = [name for name in names if any(name in settings(run) for run in runs)]
+    code = [] if by else _differing([codes(run) for run in runs])
+    members = by_values(runs, [*code, *keys])
+    keys = [*code, *(keys if by else in_names(runs, keys))]
+    more_keys = [name for name in names if any(name in {**settings(run), **names_of_files(run)} for run in runs)]
     logged = (name for name in names if any(figure_of(run, name) is not None for run in runs))
     figures = dict.fromkeys([*columns_of(runs)[1:], *logged])
     scores = {values: _samples(group, SCORE) for values, group in members.items()}
@@ -176,8 +223,8 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
         rivals = [scores[other] for other in members if images[other] == images[values]]  # others are of other images
         best = max(rivals, key=lambda rival: monitor.direction.gain(statistics.mean(rival)) if rival else -math.inf)
         row: dict[str, Any] = {key: setting(group[0], key) for key in (*keys, *more_keys)}
-        for key in more_keys:
-            if len(several := dict.fromkeys(settings(run)[key] for run in group if key in settings(run))) > 1:
+        for key in dict.fromkeys((*keys, *more_keys)):
+            if len(several := dict.fromkeys(value for run in group if (value := value_of(run, key)))) > 1:
                 row[key] = Setting(",".join(several))
         row |= _figures(scores[values], best)
         count = Counter(run.state for run in group)
@@ -205,10 +252,11 @@ def _samples(runs: Sequence[Run], name: str) -> list[float]:
 
     A setting of which a job was pruned has none: the others were better.
     """
-    shared = {run: frozenset(item for item in settings(run).items() if not is_sample(item[0])) for run in runs}
+    items = {run: [*codes(run).items(), *settings(run).items()] for run in runs}
+    shared = {run: frozenset(item for item in items[run] if not is_sample(item[0])) for run in runs}
     pruned = {shared[run] for run in runs if run.state == State.pruned}
     pairs = ((run, figure_of(run, name)) for run in runs if run.score is not None and shared[run] not in pruned)
-    return [*{frozenset(settings(run).items()): value for run, value in pairs if value is not None}.values()]
+    return [*{frozenset(items[run]): value for run, value in pairs if value is not None}.values()]
 
 
 def spread_of(name: str) -> str:
@@ -218,7 +266,7 @@ def spread_of(name: str) -> str:
 
 def value_of(run: Run, key: str) -> str:
     """The value of a key of a run, also of a key that does not change the run if it was typed; empty without one."""
-    return settings(run).get(key, run.typed_values.get(key, ""))
+    return {**run.typed_values, **names_of_files(run), **codes(run), **settings(run)}.get(key, "")
 
 
 def setting(run: Run, key: str) -> Setting:

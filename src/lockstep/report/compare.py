@@ -19,12 +19,13 @@ from lockstep.records.runs import (
     Row,
     check_columns,
     differing,
+    differing_files,
     existing,
     groups,
     is_below,
     ordered,
     read_runs,
-    settings,
+    value_of,
 )
 from lockstep.records.tables import show_groups
 from lockstep.telemetry.progress import format_duration, format_timestamp
@@ -136,7 +137,8 @@ def are_two(
 
 def causes(runs: Sequence[Run]) -> list[Row]:
     """The differences between two runs, the likeliest cause of different scores first."""
-    keys = differing(runs, of_recipes=True)
+    keys = differing(runs)
+    keys += differing_files(runs, keys)
     first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed_values}
     absent = {OWN_CODE: "none"}  # a file that a run does not have
@@ -156,7 +158,7 @@ def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
     for key in keys:
         is_rounding = role_of(key, run.composed) is Role.rounding
         kind = SEED if key == SEED else "config, to rounding" if is_rounding else "config"
-        facts[kind, key] = settings(run).get(key, "none")
+        facts[kind, key] = value_of(run, key) or "none"
     for package, code in (run.code or {}).items():
         files = {f"{package}/{name}": digest for name, digest in code["files"].items()}
         facts |= {(OWN_CODE, key): str(digest) for key, digest in (files or {package: code.get("sha256")}).items()}

@@ -26,6 +26,8 @@ from lockstep.records.runs import (
     differing,
     existing,
     groups,
+    in_names,
+    names_of_files,
     ordered,
     read_jobs,
     read_single,
@@ -156,10 +158,10 @@ def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], Shown, list[str]
     damaged += [run.error for run in single if run.state == State.damaged]
     if not (single or rows or damaged):
         raise InputError(f"{root} has no run in it; name a folder of runs: lockstep runs outputs")
-    keys = dict.fromkeys([*differing(single), *swept])
+    keys = dict.fromkeys([*in_names(single, differing(single)), *swept])
     for run in single:
         facts = _facts(run.folder, root, run.started, run.overrides, run.score, run.state, run.status)
-        own = {key: Setting(value) for key, value in settings(run).items()}
+        own = {key: Setting(value) for key, value in {**names_of_files(run), **settings(run)}.items()}
         rows.append((run, {**facts, **_annotations(run), **own, **{key: setting(run, key) for key in keys}}))
     described: list[Row] = []
     for run, row in rows:

@@ -38,8 +38,8 @@ def import_for_ranks(job: Job) -> None:
     environment.own_source()
     for package in environment.PACKAGES:
         environment.version_of(package)
-    if extensions.active():
-        from lockstep.runtime import user_code  # few jobs have extensions
+    if extensions.has_user_code():
+        from lockstep.runtime import user_code  # few jobs have code of the user
 
         user_code.code_of(components.plain(job))
     parts = (job.model, job.strategy, *job.callback.values(), *job.logger.values())

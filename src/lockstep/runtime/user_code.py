@@ -1,19 +1,26 @@
-"""The code of the user that a run uses: the Python files of its extensions, and the state of their repositories.
+"""The code of the user that a run uses: the Python files of extensions, scripts and modules, and their repositories.
 
-`env.json` keeps it, and `code.diff` what no commit has. A run without extensions needs none of this.
+`env.json` keeps it, and `code.diff` what no commit has. A run without code of the user needs none of this.
 """
 
+import ast
 import functools
 import hashlib
+import inspect
+import linecache
 import os
+import re
+import sys
+import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
-from lockstep.config import extensions
-from lockstep.config.extensions import Extension
+from lockstep.config import extensions, options
 from lockstep.config.roles import TARGET
 from lockstep.core import safe_read
 from lockstep.core.fields import leaves
@@ -22,6 +29,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import KB, MB, UnreadableFile
 from lockstep.core.safe_write import write_atomic
 from lockstep.runtime.environment import UNKNOWN, git
+from lockstep.runtime.pickled import MAIN
 
 FILES_LISTED = 300  # the files of a larger package are known by their common hash alone
 FILES_SHOWN = 4
@@ -31,34 +39,99 @@ UNIFORM = ("--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--s
 
 @dataclass(frozen=True)
 class UserCode:
-    """The code of an extension: facts for `env.json`, and its differences to the commit of its repository."""
+    """The code of a package or a module: facts for `env.json`, and the diff to the commit of its repository."""
 
     facts: Code
     diff: bytes
 
 
-def code_of(config: Mapping[str, Any]) -> dict[str, UserCode]:
-    """The code of the extensions whose classes a config names, by package."""
-    targets = [str(value) for key, value in leaves(config) if key.endswith(f".{TARGET}")]
+def code_of(config: Mapping[str, Any], parts: Iterable[Any] = ()) -> dict[str, UserCode]:
+    """The code of the classes that a config names, and of further classes and functions, by package or module."""
+    targets = {str(value) for key, value in leaves(config) if key.endswith(f".{TARGET}")}
     used = (extension for extension in extensions.active() if any(map(extension.has, targets)))
-    return {extension.package: read(extension) for extension in used}
+    named = [cls for cls in extensions.of_program() if options.target_of(cls) in targets]
+    return {extension.package: read(extension.folder) for extension in used} | _code_in([*named, *parts])
 
 
 def code_here() -> dict[str, UserCode]:
-    """The code of all extensions, by package."""
-    return {extension.package: read(extension) for extension in extensions.active()}
+    """The code of all extensions, and of the options that this program declares, by package or module."""
+    here = {extension.package: read(extension.folder) for extension in extensions.active()}
+    return here | _code_in(extensions.of_program())
+
+
+def _code_in(parts: Iterable[Any]) -> dict[str, UserCode]:
+    """The code of classes with their bases, and of functions, without what is installed."""
+    members, code = dict[str, list[Any]](), dict[str, UserCode]()
+    for part in parts:
+        for own in inspect.getmro(part) if isinstance(part, type) else [part]:
+            members.setdefault(str(own.__module__).partition(".")[0], []).append(own)
+    for name, of_module in members.items():
+        module = vars(sys.modules[name]) if name in sys.modules else {}
+        place = next(iter(module.get("__path__", ())), module.get("__file__"))
+        if place is not None and not _is_installed(Path(place)):
+            code[name] = read(Path(place))
+        elif place is None and name == MAIN:
+            sources = _sources_of_cells(of_module)
+            hashes = {own: hashlib.sha256(text.encode()).hexdigest() for own, text in sorted(sources.items())}
+            code[name] = UserCode(_facts(hashes, {"place": "", "git": UNKNOWN, "git_changes": UNKNOWN}), b"")
+    return code
+
+
+def _is_installed(place: Path) -> bool:
+    """Whether a file or folder is of Python, of an installed package or of Lockstep: versions tell these apart."""
+    folders = [Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]]
+    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts) or any(map(place.is_relative_to, folders))
+
+
+def _sources_of_cells(parts: Iterable[Any]) -> dict[str, str]:
+    """The sources of a notebook's classes and functions, and of those that these name."""
+    sources, waiting = dict[str, str](), [*parts]
+    for own in waiting:  # it grows
+        if own.__qualname__ not in sources:
+            sources[own.__qualname__] = text = _source_in_cell(own)
+            named = (vars(sys.modules[MAIN]).get(word) for word in re.findall(r"\w+", text))
+            waiting += [
+                value for value in named if isinstance(value, type | FunctionType) and value.__module__ == MAIN
+            ]
+    return sources
+
+
+def _source_in_cell(own: Any) -> str:
+    """The source of a class or a function; empty if Python does not have it.
+
+    `inspect` finds the file of a class by its module, and cells have none: the cell is the one of a method, or else
+    the newest one with a class of this name.
+    """
+    if not isinstance(own, type):
+        with suppress(OSError, TypeError):
+            return inspect.getsource(own)
+        return ""
+    methods = [value.__code__.co_filename for value in vars(own).values() if isinstance(value, FunctionType)]
+    for name in [*methods, *reversed(linecache.cache)]:
+        lines = linecache.getlines(name)
+        if any(re.match(rf"\s*class {own.__name__}\b", line) for line in lines):
+            with suppress(SyntaxError):
+                nodes = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.ClassDef)]
+                node = next(node for node in nodes if node.name == own.__name__)
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                return "".join(lines[first - 1 : node.end_lineno])
+    return ""
 
 
 @functools.cache
-def read(extension: Extension) -> UserCode:
-    """The code of an extension. Read once: forks of this process run the code that it has loaded."""
-    folder = extension.folder
-    hashes = {path.relative_to(folder).as_posix(): _hash(path) for path in python_files(folder)}
-    state, diff = _repository(folder, [*hashes])
+def read(place: Path) -> UserCode:
+    """The code in a folder or a file. Read once: forks of this process run the code that it has loaded."""
+    folder, paths = (place, python_files(place)) if place.is_dir() else (place.parent, [place])
+    hashes = {path.relative_to(folder).as_posix(): _hash(path) for path in paths}
+    state, diff = _repository(folder, [*hashes], "*.py" if place.is_dir() else f":(literal){place.name}")
+    return UserCode(_facts(hashes, state), diff)
+
+
+def _facts(hashes: Mapping[str, str], state: Code) -> Code:
     together = "".join(f"{digest} {name}\n" for name, digest in hashes.items())
     listed = hashes.items() if len(hashes) <= FILES_LISTED else ()
     files = {name: digest[:12] for name, digest in listed}
-    return UserCode({"sha256": hashlib.sha256(together.encode()).hexdigest(), **state, "files": files}, diff)
+    return {"sha256": hashlib.sha256(together.encode()).hexdigest(), **state, "files": files}
 
 
 def python_files(package: Path) -> list[Path]:
@@ -81,13 +154,13 @@ def _hash(path: Path) -> str:
     return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()
 
 
-def _repository(folder: Path, files: Sequence[str]) -> tuple[Code, bytes]:
-    """What git says of the Python `files` of a folder: facts, and their differences to the commit.
+def _repository(folder: Path, files: Sequence[str], pattern: str) -> tuple[Code, bytes]:
+    """What git says of the Python `files` of a folder, all that fit `pattern`: facts, and differences to the commit.
 
     The differences have no ignored file and no other kind of file: they may hold secrets.
     """
     places = _texts(git(folder, "rev-parse", "--show-toplevel", "--show-prefix", "HEAD"), "\n")
-    tracked = _texts(git(folder, "ls-files", "-z", "--", "*.py"), "\0")
+    tracked = _texts(git(folder, "ls-files", "-z", "--", pattern), "\0")
     untracked = sorted({*files} - {*tracked})
     options = ("--literal-pathspecs", "ls-files", "-oz", "--exclude-standard", "--", *untracked)
     new = _texts(git(folder, *options), "\0") if untracked else []
@@ -95,7 +168,7 @@ def _repository(folder: Path, files: Sequence[str]) -> tuple[Code, bytes]:
         return {"place": "", "git": UNKNOWN, "git_changes": UNKNOWN}, b""
     top, place, commit = places
     changed = git(folder, "status", "--porcelain", "--untracked-files=no")
-    diff = git(folder, "diff", "HEAD", *UNIFORM, "--", "*.py") or b"" if changed else b""
+    diff = git(folder, "diff", "HEAD", *UNIFORM, "--", pattern) or b"" if changed else b""
     for name in new:
         part = git(Path(top), "diff", "--no-index", *UNIFORM, "--", "/dev/null", place + name, codes=(0, 1)) or b""
         left_out = f"# left out: {place}{name} is new, and its diff has {len(part):,} bytes\n".encode()

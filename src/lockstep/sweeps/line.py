@@ -256,14 +256,14 @@ def _say_what_goes_on(ledger: Ledger) -> None:
         f"resuming the sweep in {relative(ledger.folder)}: {done} of {len(records)} jobs are done{retries}; "
         "sweep.resume=new starts all again"
     )
-    if extensions.active():
+    if extensions.has_user_code():
         _say_other_code(ledger, [record for record in records if record.state is State.done])
 
 
 def _say_other_code(ledger: Ledger, done: Sequence[Record]) -> None:
-    """Name the jobs that are done with other code of an extension than the present one."""
+    """Name the jobs that are done with other code of the user than the present one."""
     from lockstep.records.tables import job_numbers
-    from lockstep.runtime import user_code  # imports torch, and few sweeps have extensions
+    from lockstep.runtime import user_code  # imports torch, and few sweeps have code of the user
 
     here, folders = user_code.code_here(), {record.number: ledger.folder / record.folder for record in done}
     changed = {number: user_code.changes(Run(folder).code or {}, here) for number, folder in folders.items()}

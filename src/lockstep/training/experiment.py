@@ -46,6 +46,7 @@ from lockstep.training.train_step import StepListener, TrainStep
 from lockstep.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from lockstep.runtime.user_code import UserCode
     from lockstep.training.moments import Moments
 
 
@@ -57,15 +58,17 @@ def run(
     stop: StopRequest | None = None,
     heartbeat: Callable[[], None] = lambda: None,
     callbacks: Mapping[str, Callback] | None = None,
+    code: Mapping[str, UserCode] | None = None,
 ) -> None:
     """Train or resume a resolved job in its folder as one rank of `world`, to its end or until `stop` is requested.
 
     `heartbeat` is called while the job advances. `callbacks` are objects of the user's, by name, besides those of the
-    job, of which each run has copies. Raises InputError: the data, the model or the checkpoint do not fit;
+    job, of which each run has copies. `code` is the user's code, by package; by default what this process can read of
+    it. Raises InputError: the data, the model or the checkpoint do not fit;
     Stopped: the job was asked to stop, and is saved; NumericalError: a loss is not finite.
     """
     stop = stop or StopRequest()
-    record = RunRecord(run_dir, world)
+    record = RunRecord(run_dir, world, code)
     callbacks = {**copy.deepcopy(job.callback), **(callbacks or {})}
     configure_torch(job, world)
 

@@ -5,9 +5,11 @@ A config has the name of the object's type, and no file has the object: a resume
 
 import copy
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from enum import Enum
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,9 +22,12 @@ from lockstep.config.options import OBJECTS, known
 from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, Role, default_of, ranged, ruled, with_role
+from lockstep.core.observer import Callback
 from lockstep.core.protocols import Loss
+from lockstep.data.datasets.composed import sources
 from lockstep.data.datasets.items import DatasetOption
 from lockstep.models.nets import Network
+from lockstep.training.resolved_job import ResolvedJob, chosen_options
 
 # What a program types to give an object of a group again.
 IN_CALLS = {"model": "model={}(...)", "dataset": "dataset=lockstep.dataset(...)", "loss": "loss={}"}
@@ -133,6 +138,18 @@ class DatasetObject(DatasetOption):
 
     def test_dataset(self) -> Any:
         return original_of("dataset", self)[2]
+
+
+def code_parts(job: ResolvedJob, callbacks: Iterable[Callback]) -> list[Any]:
+    """The classes and functions of the objects that a program gave for a job, and of what these have."""
+    given: list[Any] = [*callbacks]
+    for option in chosen_options(job):
+        original = vars(option)["original"] if type(option).__module__ == OBJECTS else ()
+        for item in original if isinstance(original, tuple) else (original,):
+            given += item.modules() if isinstance(item, nn.Module) else sources(item)
+    values = [value for item in given if hasattr(item, "__dict__") for value in (item, *vars(item).values())]
+    functions = [value.func if isinstance(value, partial) else value for value in values]
+    return [*map(type, given), *(function for function in functions if isinstance(function, FunctionType))]
 
 
 def digest(module: nn.Module) -> str:

@@ -17,7 +17,7 @@ import lockstep
 from lockstep.checkpoint.reading import difference
 from lockstep.config import components
 from lockstep.config.roles import fields_with
-from lockstep.config.schema import Job, TrainBlock
+from lockstep.config.schema import GROUPS, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import MOST_STEPS, PATH, Component, Role, default_of, is_timed, rule_of
@@ -72,6 +72,12 @@ class ResolvedJob(Job):
 def load_job(path: Path) -> ResolvedJob:
     """The resolved job that a run folder's `config.yaml` describes. Raises InputError if it is missing or damaged."""
     return ResolvedJob.of(components.build_job(components.read_config(path)))
+
+
+def chosen_options(job: ResolvedJob) -> list[Any]:
+    """The options of all groups of a job."""
+    chosen = [getattr(job, group) for group in GROUPS]
+    return [option for own in chosen for option in (own.values() if isinstance(own, Mapping) else [own])]
 
 
 def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:

@@ -46,9 +46,10 @@ SHORTEST_S = 5  # shorter runs get no sentence about their speed
 class RunRecord:
     """Shows and writes a run. Ranks other than main only take part in its collectives."""
 
-    def __init__(self, run_dir: RunDir, world: World) -> None:
+    def __init__(self, run_dir: RunDir, world: World, code: Mapping[str, UserCode] | None = None) -> None:
         self.run_dir = run_dir
         self.world = world
+        self.code = code  # None if this process can read it
         self.idle_before = host.idle_seconds()
         self.started, self.began = time.time(), time.monotonic()  # the clock may be set while the run lasts
 
@@ -82,17 +83,19 @@ class RunRecord:
         return notes
 
     def user_code(self, job: ResolvedJob) -> Mapping[str, UserCode]:
-        """The code of a job's extensions, by package; empty on other ranks than main."""
-        if not self.world.is_main or not extensions.active():
+        """The user's code of a job, by package or module; empty on other ranks than main."""
+        if not self.world.is_main or (self.code is None and not extensions.has_user_code()):
             return {}
-        from lockstep.runtime.user_code import code_of  # few jobs have extensions
+        if self.code is not None:
+            return self.code
+        from lockstep.runtime.user_code import code_of  # few jobs have code of the user
 
         return code_of(components.plain(job))
 
     def write_start(
         self, job: ResolvedJob, plan: Plan, progress: Progress, callbacks: Mapping[str, Callback]
     ) -> None:
-        """Write a run's config, its environment and the code of its extensions, and mark it as begun."""
+        """Write a run's config, its environment and the user's code, and mark it as begun."""
         if not self.world.is_main:
             return
         # Write the config again, because every `auto` has a value now.

@@ -20,6 +20,7 @@ from lockstep.core.run_dir import LATEST
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.models.nets import check_size, sketch, without_weights
 from lockstep.precision import FP32
+from lockstep.runtime.pickled import MAIN
 
 KEY = "weights"  # the first word of the errors
 
@@ -70,7 +71,12 @@ def load_trained(
     except InputError as error:
         if isinstance(error, UnreadableFile) or str(error).startswith(f"{KEY}: "):
             raise
-        package = str(card.model["_target_"]).partition(".")[0]
+        package, _, name = str(card.model["_target_"]).partition(".")
+        if package == MAIN:
+            raise InputError(
+                f"{KEY}: {file} needs the class {name} of the script or notebook that trained it; use lockstep.load "
+                "there, or move the class to a package"
+            ) from None
         if package in card.packages and package not in {extension.package for extension in extensions.active()}:
             raise InputError(
                 f"{KEY}: {file} needs the package {package}, which is not an extension here; install it with pip, or "
