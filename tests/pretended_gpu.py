@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -149,7 +149,10 @@ class Event:
 
 
 class Stream:
-    def __init__(self, *options: Any, **named: Any) -> None: ...
+    number: ClassVar[int] = 0  # of the streams besides the default one
+
+    def __init__(self, *options: Any, **named: Any) -> None:
+        Stream.number += 1
 
     def wait_stream(self, other: Stream) -> None: ...
 
@@ -165,8 +168,25 @@ class Stream:
         return event
 
 
+class Memory:
+    """The peak of the memory: a trial leaves a high one, which `reset` lowers."""
+
+    peak = 2**30
+
+    def freed(self) -> None:
+        self.peak = 80 * 2**30
+
+    def reset(self, device: Any = None) -> None:
+        self.peak = 2**30
+
+    def reserved(self, device: Any = None) -> int:
+        return self.peak
+
+
 def plug_in() -> None:
     """Pretend, in this process and all its threads, that there are GPUs."""
+    default_stream, memory = Stream(), Memory()
+    Stream.number = 0
     number, properties = int(os.environ[NUMBER]), SimpleNamespace(name=NAME, uuid="aa", total_memory=80 * 2**30)
     fakes: dict[str, Any] = {
         "Event": Event,
@@ -181,14 +201,15 @@ def plug_in() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda **options: True,
         "mem_get_info": lambda device=None: (79 * 2**30, 80 * 2**30),
-        "empty_cache": lambda: None,
-        **{name: lambda device=None: 2**30 for name in ("max_memory_reserved", "max_memory_allocated")},
+        "empty_cache": memory.freed,
+        "reset_peak_memory_stats": memory.reset,
+        **dict.fromkeys(("max_memory_reserved", "max_memory_allocated"), memory.reserved),
         "manual_seed_all": lambda seed: None,
         "get_rng_state_all": list,
         "set_rng_state_all": lambda states: None,
         "get_rng_state": lambda device=None: None,
         "set_rng_state": lambda state, device=None: None,
-        "current_stream": lambda device=None: Stream(),
+        "current_stream": lambda device=None: default_stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
         "_lazy_init": lambda: None,
@@ -277,7 +298,7 @@ def _plug_in_groups() -> None:
 
 
 def train(*words: str) -> None:
-    """`python train.py WORDS`; the last line that is printed says how often it waited for the GPU."""
+    """`python train.py WORDS`; the last lines count its streams, and its waits for the GPU."""
     from lockstep.cli.train import train_command
 
     plug_in()
@@ -285,4 +306,5 @@ def train(*words: str) -> None:
     try:
         train_command()
     finally:
+        print("streams:", Stream.number)
         print("waits:", len(waits), *sorted({*waits}))

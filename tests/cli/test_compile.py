@@ -53,6 +53,20 @@ def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_man
     assert forked("-c", program, TORCHINDUCTOR_COMPILE_THREADS="7").out.split() == ["7"]
 
 
+def test_torchs_remedy_for_float32_on_a_gpu_is_not_shown() -> None:
+    program = (
+        "from types import SimpleNamespace as Stub; import torch; from lockstep.core.world import World; "
+        "from lockstep.runtime.signals import StopRequest; from lockstep.training import train_state; "
+        "from torch._inductor import compile_fx; from torch._inductor.fx_passes import fuse_attention; "
+        "torch.cuda.is_available = lambda: True; torch.cuda.get_device_capability = lambda: (9, 0); "
+        "job = Stub(model=Stub(compile=True, compile_mode='default')); "
+        "train_state.compile_model(torch.nn.Linear(2, 2), job, World.solo(), StopRequest()); "
+        "compile_fx._warn_tf32_disabled(); fuse_attention._warn_tf32_disabled()"
+    )
+    done = forked("-c", program)
+    assert (done.code, done.err) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [

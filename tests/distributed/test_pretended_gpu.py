@@ -74,6 +74,16 @@ def test_no_step_and_no_log_point_waits_for_the_device(tmp_path: Path) -> None:
     assert few == many
 
 
+def test_all_copies_ahead_of_a_run_share_a_stream(tmp_path: Path) -> None:
+    out = on_gpu(tmp_path / "run", *SMALL, "steps=4", "loader=streaming", "train.eval_every=1")
+    assert "streams: 1" in out.splitlines()
+
+
+def test_the_memory_of_a_run_is_its_own_peak_and_not_of_trials_before_it(tmp_path: Path) -> None:
+    on_gpu(tmp_path / "run", *SMALL, "steps=2", "train.micro_batches=auto")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["gpu_memory"] == 2**30
+
+
 @pytest.mark.slow
 def test_a_resume_on_a_gpu_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
     on_gpu(tmp_path / "whole", *SMALL, "steps=8", "schedule=constant")

@@ -31,6 +31,8 @@ from lockstep.telemetry.profile import training_flops
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_observers import Observers, build_observers
 from lockstep.training.experiment import build_parts
+from lockstep.training.resolved_job import plan_of
+from lockstep.training.run_record import RunRecord
 from lockstep.training.train_state import Progress, build_state
 from thread_ranks import ThreadRanks
 
@@ -287,3 +289,22 @@ def test_a_numerical_end_stays_one_when_closing_the_files_fails(
     assert closed == ["Checkpointer", "Telemetry"]
     assert "metrics.jsonl cannot be written" in capsys.readouterr().out
     assert (RunDir(tmp_path / "run").incident / "incident.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "capability", "told"),
+    [
+        (("model.compile=true",), (8, 0), True),
+        (("model.compile=true",), (7, 0), False),
+        (("model.compile=true", "precision=bf16"), (9, 0), False),
+        ((), (9, 0), False),
+    ],
+)
+def test_a_compiled_float32_model_is_told_of_the_tensor_cores_that_it_leaves_idle(
+    words: tuple[str, ...], capability: tuple[int, int], told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    job, record = resolved(*words, "device=cpu"), RunRecord(RunDir(tmp_path), World.solo("cuda:0"))
+    state: Any = SimpleNamespace(model=None, notes=[])
+    notes = record._notes(job, SimpleNamespace(plan=plan_of(job, 100)), state)  # type: ignore[arg-type]
+    assert any("without tensor cores; precision=tf32 uses them" in note for note in notes) == told

@@ -91,14 +91,17 @@ def training_rate(job: ResolvedJob, world: World) -> float | None:
     """The images per second that a rank can train on; None if measuring takes long, or a step does not fit."""
     if job.model.compile:
         return None
-    rate, micro_batch = 0.0, job.micro_batch(world.size)
+
+    def measured(examples: int) -> float | None:
+        seconds = stopwatch(job, world, examples)
+        return None if seconds is None else examples / seconds()
+
+    micro_batch = job.micro_batch(world.size)
     with trial(world.device):
-        for examples in dict.fromkeys((min(FEW_EXAMPLES, micro_batch), micro_batch)):
-            if not rate or examples / rate < LONG_TRIAL_S:
-                if (seconds := stopwatch(job, world, examples)) is None:
-                    return None
-                rate = examples / seconds()
-    return rate
+        rate = measured(min(FEW_EXAMPLES, micro_batch))
+        if rate is None or micro_batch <= FEW_EXAMPLES or micro_batch / rate >= LONG_TRIAL_S:
+            return rate
+        return measured(micro_batch)
 
 
 def unless_out_of_memory(function: Callable[[], T]) -> T | None:
@@ -123,6 +126,7 @@ def trial(device: torch.device) -> Iterator[None]:
         if torch.get_num_threads() != threads:  # a call changes how MKL uses its threads, even with the same number
             torch.set_num_threads(threads)
         if device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -73,6 +73,9 @@ class RunRecord:
                 "this processor has no instructions for bfloat16, so a step takes 2 to 47 times as long as in "
                 "float32; precision=fp32 is faster (lockstep doctor tries how much)"
             )
+        exact = job.precision.dtype is torch.float32 and job.precision.matmul == "highest"
+        if job.model.compile and exact and not on_cpu and torch.cuda.get_device_capability() >= (8, 0):
+            notes.append("the compiled model multiplies in float32 without tensor cores; precision=tf32 uses them")
         if job.train.sampling == "balanced" and job.loss.class_weights:
             notes.append("train.sampling=balanced balances the classes already, and loss.class_weights apply on top")
         if self.world.device.type == "cuda" and job.repro != "strict":
@@ -98,6 +101,8 @@ class RunRecord:
         """Write a run's config, its environment and the user's code, and mark it as begun."""
         if not self.world.is_main:
             return
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # trials have taken more than the run will
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, components.dump(components.plain(job)))
         facts = {**environment.facts(self.world), "code": {}}

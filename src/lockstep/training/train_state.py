@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -332,6 +333,7 @@ def compile_model(model: nn.Module, job: ResolvedJob, world: World, stop: StopRe
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # names a call of torch; the run names precision=
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         inductor.compile_threads = max(1, cores() // world.local_size)  # by default all cores, in each rank
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)

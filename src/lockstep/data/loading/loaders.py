@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -167,12 +168,18 @@ def read_once(split: Split, world: World) -> ImageReader:
     return Streaming(workers=workers).feed(split, world)
 
 
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all copies to a GPU: the allocator keeps freed memory for the stream that it was allocated on."""
+    return torch.cuda.Stream(device)
+
+
 def _on_device(results: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
     """Move images to a GPU on a separate stream, one batch ahead: the next while the step works on this one."""
     if device.type != "cuda":
         yield from results
         return
-    copy_stream = torch.cuda.Stream(device)
+    copy_stream = _copy_stream(device)
     pending: deque[tuple[Tensor, torch.cuda.Event, Broken]] = deque()
 
     def oldest() -> ReadResult:
