@@ -158,7 +158,7 @@ def test_gpus_that_copy_and_add_right_are_fine_and_their_paths_are_shown(monkeyp
     topology, copies, nccl = examined(monkeypatch, add_by_gloo)
     assert topology.text == "NVLink (see nvidia-smi topo -m) between GPUs 0-1, 0-2, 0-3, 1-2, 1-3, 2-3"
     assert (copies.level, copies.text) == ("ok", "numbers that are copied between 4 GPUs arrive as they were")
-    assert (nccl.level, nccl.text) == ("ok", "2.28.3 adds over 4 of the GPUs")
+    assert (nccl.level, nccl.text) == ("ok", "2.28.3 adds over 4 GPUs")
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (3, 0)])
@@ -196,7 +196,7 @@ def fail(tensors: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("add", "says"),
     [
-        (lambda tensors: None, "adds wrong over 4 of the GPUs: set NCCL_P2P_DISABLE=1"),
+        (lambda tensors: None, "adds wrong over 4 GPUs: set NCCL_P2P_DISABLE=1"),
         (lose_a_rank, "adds wrong over 4"),
         (lose_a_number, "adds wrong over 4"),
         (fail, "does not work here (NCCL Error 1: unhandled cuda error); launcher.backend=gloo"),

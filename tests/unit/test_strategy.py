@@ -298,6 +298,7 @@ class Overwriting(nn.Module):
 def _deterministic() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.mark.usefixtures("_deterministic")
@@ -307,6 +308,8 @@ def test_strict_tries_a_model_and_names_what_has_no_deterministic_kernel() -> No
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     Strict().wrap(model, World.solo(), plan(micro_batches=4), (torch.ones(2, 3),))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory, "a kernel for each torch.empty"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -83,15 +83,16 @@ def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:
         yield Finding("copies", f"numbers that are copied between {number} GPUs arrive as they were")
     if not with_nccl or (wrong and level is Level.error):  # over a broken path NCCL may never return
         return
+    gpus = f"{number} GPU{'s' * (number != 1)}"
     try:
         values = torch.arange(COPIED) % 1024  # their sums are whole numbers that float32 has
         tensors = [(values * (rank + 1)).float().to(f"cuda:{rank}") for rank in range(number)]
         torch.cuda.nccl.all_reduce(tensors)
         right = values * number * (number + 1) // 2
         if all(torch.equal(tensor.cpu(), right.float()) for tensor in tensors):
-            yield Finding("nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))} adds over {number} of the GPUs")
+            yield Finding("nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))} adds over {gpus}")
         else:
-            yield Finding("nccl", f"adds wrong over {number} of the GPUs: {WITHOUT_P2P}", Level.error)
+            yield Finding("nccl", f"adds wrong over {gpus}: {WITHOUT_P2P}", Level.error)
     except RuntimeError as error:
         text = f"does not work here ({reason_of(error)}); launcher.backend=gloo works without"
         yield Finding("nccl", text, Level.error)

@@ -62,6 +62,7 @@ SETTINGS: tuple[Setting, ...] = (
     (np.random.get_state, np.random.set_state),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     (older_formats, set_older_formats),
     *(attribute(part, "fp32_precision") for part in NUMBER_FORMATS),
     attribute(TORCH.cudnn, "benchmark"),
