@@ -364,6 +364,12 @@ def test_a_model_that_waits_for_the_device_cannot_be_recorded(
     job = run_dir(tmp_path / "run", "device=cuda", "train.cuda_graph=true", "steps=2")
     with pytest.raises(InputError, match=r"cannot be recorded .*; use train\.cuda_graph=false"):
         run_until(World.solo("cuda:0"), job, None)
+    monkeypatch.undo()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+    torch.rand(1, device="cuda")
+    next_job = run_dir(tmp_path / "next", "device=cuda", "train.cuda_graph=true", "steps=2")
+    run_until(World.solo("cuda:0"), next_job, None)
 
 
 @pytest.mark.parametrize(("first", "second"), [("false", "true"), ("true", "false")])

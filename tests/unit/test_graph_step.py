@@ -5,8 +5,10 @@ So whatever Python computed in the recorded step (a learning rate, an epoch, an 
 as it would from a graph. What CUDA itself refuses to record is for tests/gpu.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +23,7 @@ from helpers import losses, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.models.nets import MaxPoolTo
 from lockstep.training import experiment, graph_step, train_step
-from lockstep.training.graph_step import GraphStep, reading_rates
+from lockstep.training.graph_step import REPLAYS_AHEAD, CudaGraph, GraphStep, reading_rates
 from lockstep.training.train_step import set_learning_rate
 
 
@@ -53,7 +55,10 @@ class Tape(TorchDispatchMode):
 
     def record(self, function: Callable[[], None]) -> None:
         with self:
-            function()
+            try:
+                function()
+            except RuntimeError as error:
+                raise RuntimeError("operation failed due to a previous error during capture") from error
 
     def replay(self) -> None:
         Tape.replays[self.number] += 1
@@ -161,3 +166,85 @@ def test_a_model_that_reads_a_number_is_refused(
     monkeypatch.setattr(MaxPoolTo, "forward", lambda self, x: forward(self, x) * float(x.mean() < 9))
     with pytest.raises(InputError, match=r"cannot be recorded .*not permitted.*; use train\.cuda_graph=false"):
         run(tmp_path / "run", "steps=2")
+
+
+class Cuda:
+    """What `CudaGraph` calls of `torch.cuda`. A recording that fails ends as torch's C++ code ends it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.pools, self.random_state, self.events = "default", list[Any](), "idle", list[str]()
+        fakes: dict[str, Any] = {
+            "CUDAGraph": lambda: self,
+            "Stream": lambda: "capture",
+            "Event": lambda blocking: self.event(f"step {self.events.count('replay')}"),
+            "current_device": lambda: 0,
+            "current_stream": lambda: self.current,
+            "set_stream": lambda stream: setattr(self, "current", stream),
+            "stream": self.stream,
+            "graph_pool_handle": lambda: (0, 7),
+            "default_generators": [SimpleNamespace(clone_state=lambda: "idle", graphsafe_set_state=self.set_random)],
+            **dict.fromkeys(("synchronize", "empty_cache"), lambda: None),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
+        for name, function in (("_cuda_endAllocateToPool", self.end_pool), ("_cuda_releasePool", lambda *pool: None)):
+            monkeypatch.setattr(torch._C, name, function, raising=False)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+
+    def set_random(self, state: str) -> None:
+        self.random_state = state
+
+    def end_pool(self, device: int, pool: Any) -> None:
+        if pool not in self.pools:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.pools.remove(pool)
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def capture_begin(self, pool: Any, **options: Any) -> None:
+        self.failed, self.random_state = False, "recording"
+        self.pools.append(pool)
+
+    def waits(self) -> None:
+        """What a model does that cannot be recorded."""
+        self.failed = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def capture_end(self) -> None:
+        if self.failed:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.random_state = "idle"
+        self.pools.clear()
+
+    def replay(self) -> None:
+        self.events.append("replay")
+
+    def event(self, name: str) -> Any:
+        return SimpleNamespace(record=lambda: None, synchronize=lambda: self.events.append(name))
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        return self.current, [*self.pools], self.random_state
+
+
+def test_the_process_is_as_before_after_a_recording_and_after_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, during = Cuda(monkeypatch), list[Any]()
+    before = cuda.state
+    CudaGraph().record(lambda: during.append(cuda.state))
+    assert (during, cuda.state) == ([("capture", [(0, 7)], "recording")], before)
+    with pytest.raises(RuntimeError, match="a previous error") as caught:
+        CudaGraph().record(cuda.waits)
+    assert "not permitted" in str(caught.value.__context__)
+    assert cuda.state == before
+
+
+def test_no_more_replays_than_a_few_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, graph = Cuda(monkeypatch), CudaGraph()
+    for _ in range(REPLAYS_AHEAD + 2):
+        graph.replay()
+    assert cuda.events == [*["replay"] * REPLAYS_AHEAD, "step 1", "replay", "step 2", "replay"]

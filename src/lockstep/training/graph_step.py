@@ -6,8 +6,9 @@ where Python computed them. So the examples of a step are copied to the addresse
 rates are tensors.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +23,9 @@ from lockstep.training.train_step import StepListener, TrainStep
 
 # Passes before a recording, as torch's notes on CUDA graphs advise: libraries allocate and choose kernels in them.
 WARM_UP_PASSES = 3
+# Replays that may wait for the device. CUDA has the host wait after about a thousand launches; a replay is a single
+# one, and the images of each step stay in memory until it is done.
+REPLAYS_AHEAD = 8
 
 
 class CudaGraph:
@@ -29,6 +33,7 @@ class CudaGraph:
 
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
+        self.replayed: deque[torch.cuda.Event] = deque()  # the ends of the last replays
 
     def warm_up(self, function: Callable[[], None]) -> None:
         """Call a function on a separate stream, as a recording does."""
@@ -40,13 +45,38 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, function: Callable[[], None]) -> None:
-        """Call a function; its kernels are recorded and not run."""
-        # By default a recording also forbids other threads to allocate memory, and the loader's threads do.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            function()
+        """Call a function; its kernels are recorded and not run.
+
+        After a recording that fails, torch leaves its stream, its memory pool and its state of the generator in use.
+        So they are put back here, or the next run of a notebook would fail.
+        """
+        device, stream, pool = (
+            torch.cuda.current_device(),
+            torch.cuda.current_stream(),
+            torch.cuda.graph_pool_handle(),
+        )
+        generator = torch.cuda.default_generators[device]
+        random_state = generator.clone_state()
+        try:
+            # By default a recording also forbids other threads to allocate memory, and the loader's threads do.
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                function()
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(random_state)
+            with suppress(RuntimeError):  # torch has ended it
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            raise
 
     def replay(self) -> None:
+        """Launch the kernels, once at most `REPLAYS_AHEAD - 1` earlier replays are not done."""
+        if len(self.replayed) == REPLAYS_AHEAD:
+            self.replayed.popleft().synchronize()
         self.graph.replay()
+        end = torch.cuda.Event(blocking=True)  # who waits for it sleeps, and leaves the core to the loader
+        end.record()
+        self.replayed.append(end)
 
 
 # The inputs of a micro-batch's forward pass and loss: the replica's inputs, then targets and labels.
@@ -130,11 +160,13 @@ class GraphStep(TrainStep):
                 recording.graph.warm_up(update)
                 recording.graph.record(update)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
+            # The end of a recording that has failed raises again, and does not say why.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            if is_out_of_memory(cause):
+                raise cause from None
             raise InputError(
                 f"train.cuda_graph is true, but a step of this model cannot be recorded as a CUDA graph "
-                f"({str(error).splitlines()[0]}); use train.cuda_graph=false"
+                f"({str(cause).splitlines()[0]}); use train.cuda_graph=false"
             ) from error
         return recording
 
