@@ -1,5 +1,6 @@
 """The trainer's step, stop and best score, on parts that are put together by hand: one rank, and ranks in threads."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,11 +32,12 @@ from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.tasks import Multiclass
+from lockstep.training import trainer as training
 from lockstep.training.experiment import inputs_of
 from lockstep.training.network import Freezing
 from lockstep.training.train_state import EMA, Progress, TrainState
 from lockstep.training.train_step import TrainStep
-from lockstep.training.trainer import Trainer
+from lockstep.training.trainer import Trainer, copy_all
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -400,7 +402,7 @@ def test_a_stop_saves_what_was_counted_and_leaves_when_all_of_it_is_written() ->
 
 
 def test_a_stop_before_the_first_step_saves_nothing() -> None:
-    trainer = trainer_of(network(), World.solo(), micro_batches=3, cuts_steps=True)
+    trainer = trainer_of(network(), World.solo(), micro_batches=3)
     trainer.stop.requested = True
     with pytest.raises(StopNow):
         trainer.fit()
@@ -435,6 +437,31 @@ def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
         trainer.step_or_undo(shard)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert trainer.telemetry.events == [("forget", 0)]
+
+
+def test_a_step_is_undone_and_its_buffers_are_saved_only_while_it_may_still_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, saved = nn.Sequential(nn.BatchNorm2d(1).double(), *network()), list[bool]()
+    trainer = trainer_of(model, World.solo(), interrupts_compiling=True)
+    monkeypatch.setattr(training, "copy_all", lambda *tensors: (saved.append(True), copy_all(*tensors)))
+    shard, other = itertools.islice(trainer.transforms.train(trainer.loader.train(after=0)), 2)
+
+    def compile_last(*_: Any) -> None:
+        with trainer.stop.interrupting(trainer.stop.undoes):
+            pass
+
+    model[-1].register_forward_hook(compile_last)
+    for _ in range(2):
+        trainer.step_or_undo(shard)
+    assert len(saved) == 1
+    trainer.stop.requested, trainer.stop.immediate = True, False
+    trainer.step_or_undo(shard)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(StopNow):
+        trainer.step_or_undo(other)
+    assert len(saved) == 3
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("broken", range(3))

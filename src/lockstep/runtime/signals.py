@@ -66,6 +66,7 @@ class StopRequest:
         self.force = False
         self.immediate = True  # whether a stop interrupts the main thread, because no work there must be finished
         self.begun = False  # whether a step was finished, so that there is a state to save
+        self.undoes = False  # whether the step under way is undone if a stop interrupts its compilation
         self.saved = ""  # how far an earlier process has saved the run; see `not_begun`
         self.leaving = False
         self.interrupted_at: float | None = None

@@ -110,7 +110,7 @@ def run(
         telemetry=telemetry,
         stop=stop,
         heartbeat=heartbeat,
-        cuts_steps=data.plan.micro_batches > 1 or train_state.interrupts_compiling(job, world),
+        interrupts_compiling=job.model.compile and world.size == 1,
         progress=progress,
         moments=build_moments(job, run_dir, world, telemetry, state, progress, loaded) if callbacks else None,
         monitor=Monitor.parse(job.monitor),

@@ -312,14 +312,6 @@ def blank_labels(job: ResolvedJob, number: int, world: World) -> Tensor:
     return ((examples[:, None] + outputs) % 2).float()
 
 
-def interrupts_compiling(job: ResolvedJob, world: World) -> bool:
-    """Whether a stop may interrupt a compilation.
-
-    Not with several ranks: each compiles at its own time, and all have to act on a stop at the same place.
-    """
-    return job.model.compile and world.size == 1
-
-
 def compile_model(model: nn.Module, job: ResolvedJob, world: World, stop: StopRequest) -> None:
     """Compile `model` in place, if the job requests it, for each shape of batch when it first comes.
 
@@ -345,7 +337,7 @@ def compile_model(model: nn.Module, job: ResolvedJob, world: World, stop: StopRe
         if tells:
             log.say("compiling the model: the first batch of each shape takes about a minute, less the next time")
         began, tells = time.monotonic(), False
-        context.enter_context(stop.interrupting(interrupts_compiling(job, world)))
+        context.enter_context(stop.interrupting(stop.undoes))
 
     def end(_: Any) -> None:
         context.close()

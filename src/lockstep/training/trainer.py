@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class Trainer:
     """Trains a network by a plan.
 
-    All ranks act on a stop at the same place: between two steps, micro-batches or evaluation blocks. `cuts_steps`
-    says whether that may be within a step, which is then undone. `moments` calls the callbacks, if there are any.
+    All ranks act on a stop at the same place: between two steps, micro-batches or evaluation blocks.
+    `interrupts_compiling` says that it may also come while a step is compiled: not with several ranks, which compile
+    at different times. `moments` calls the callbacks, if there are any.
     """
 
     step: TrainStep
@@ -52,7 +53,7 @@ class Trainer:
     telemetry: Telemetry
     stop: StopRequest
     heartbeat: Callable[[], None]
-    cuts_steps: bool = False
+    interrupts_compiling: bool = False
     eval_views: int = 1
     predictions: EvaluationObserver = field(default_factory=EvaluationObserver)
     progress: Progress = field(default_factory=Progress)
@@ -61,6 +62,7 @@ class Trainer:
     moments: Moments | None = None
     raw_score: float | None = field(init=False, default=None)  # of the last evaluation, without averaged weights
     tested: Mapping[str, float] = field(init=False, default_factory=dict)  # the figures of the test split
+    forms: set[tuple[torch.Size, bool]] = field(init=False, default_factory=set)  # see `step_or_undo`
 
     def __post_init__(self) -> None:
         self.world, self.plan, self.state = self.step.world, self.step.plan, self.step.state
@@ -93,7 +95,8 @@ class Trainer:
 
     def take_steps(self) -> None:
         """Take the steps that are left. Raises StopNow: on every rank, if one was asked to stop."""
-        take = self.step_or_undo if self.cuts_steps else self.step
+        cuts = self.interrupts_compiling or self.plan.micro_batches > 1
+        take = self.step_or_undo if cuts else self.step
         take = take if self.moments is None else partial(self.moments.step, take)
         groups = self.loader.train(after=self.progress.step)
         for shard in self.telemetry.watch(groups, self.transforms.train):
@@ -307,15 +310,29 @@ class Trainer:
             raise StopNow
 
     def step_or_undo(self, shard: Shard) -> dict[str, Any]:
-        """Take a step, and restore the buffers (running statistics, counts) if a stop comes within it."""
-        before = [buffer.clone() for buffer in self.state.model.buffers()]
-        try:
+        """Take a step, and restore the buffers (running statistics, counts) if a stop comes within it.
+
+        That may be between two micro-batches, or while a step is compiled: the first one of its form, which is the
+        shape of its images, and whether layers are frozen. Saving the buffers costs as much as a few kernels.
+        """
+        form = shard.images.shape, self.state.freezing.frozen(shard.step)
+        compiles = self.interrupts_compiling and form not in self.forms
+        if not compiles and not (self.plan.micro_batches > 1 and self.consensus.can_wait):
             return self.step(shard)
+        buffers = [*self.state.model.buffers()]
+        before = [torch.empty_like(buffer) for buffer in buffers]
+        copy_all(buffers, before)
+        self.stop.undoes = compiles
+        try:
+            scalars = self.step(shard)
         except StopNow:
-            for buffer, value in zip(self.state.model.buffers(), before, strict=True):
-                buffer.copy_(value)
+            copy_all(before, buffers)
             self.telemetry.forget(after=self.progress.step)
             raise
+        finally:
+            self.stop.undoes = False
+        self.forms.add(form)
+        return scalars
 
     def leave(self, request: StopNow, *, saves: bool) -> NoReturn:
         """End on all ranks together, with the state after the last finished step saved.
@@ -355,3 +372,10 @@ class Trainer:
                 callbacks=None if self.moments is None else self.moments.callbacks.state_dict(),
             )
         self.heartbeat()
+
+
+def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each of `sources` to the tensor at its place in `targets`; on a GPU with one kernel for each dtype."""
+    for dtype in {source.dtype for source in sources}:
+        pairs = [pair for pair in zip(targets, sources, strict=True) if pair[1].dtype is dtype]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
