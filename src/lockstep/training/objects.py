@@ -142,14 +142,14 @@ class DatasetObject(DatasetOption):
 
 def code_parts(job: ResolvedJob, callbacks: Iterable[Callback]) -> list[Any]:
     """The classes and functions of the objects that a program gave for a job, and of what these have."""
-    given: list[Any] = [*callbacks]
+    items: list[Any] = [*callbacks]
     for option in chosen_options(job):
         original = vars(option)["original"] if type(option).__module__ == OBJECTS else ()
         for item in original if isinstance(original, tuple) else (original,):
-            given += item.modules() if isinstance(item, nn.Module) else sources(item)
-    values = [value for item in given if hasattr(item, "__dict__") for value in (item, *vars(item).values())]
+            items += item.modules() if isinstance(item, nn.Module) else sources(item)
+    values = [value for item in items if hasattr(item, "__dict__") for value in (item, *vars(item).values())]
     functions = [value.func if isinstance(value, partial) else value for value in values]
-    return [*map(type, given), *(function for function in functions if isinstance(function, FunctionType))]
+    return [*map(type, items), *(function for function in functions if isinstance(function, FunctionType))]
 
 
 def digest(module: nn.Module) -> str:
