@@ -36,9 +36,11 @@ class Kill(lockstep.Callback):
 JOB = ("precision=fp64", "device=cpu", "logger=jsonl", "telemetry.report=never", "checkpoint.every=2")
 HIGHEST = "callback.lr_finder.high=1000"  # a linear model bears a high rate
 SGD = ("optimizer=sgd", "optimizer.lr=0.01")  # Adam divides by tiny gradients, and makes differences larger
+SEGMENTS = ("callback.lr_segments.steps=2", "callback.lr_segments.epochs=[1]", "steps=14")  # a kill is within a test
 WORDS = {
     "label_noise": ("experiment=sam_digits", "model.width=8", "dataset.limit=120", "batch=30", "steps=8"),
     "lr_finder": ("experiment=find_lr", "model=linear", "dataset.limit=120", "batch=31", "steps=40", HIGHEST),
+    "lr_segments": ("experiment=segments", *SGD, "model=linear", "dataset.limit=120", "batch=40", *SEGMENTS),
     "patients": ("experiment=ct", *SGD, "model.width=8", "steps=8"),
     "r_drop": ("experiment=r_drop_digits", *SGD, "model.width=8", "dataset.limit=120", "batch=31", "steps=8"),
 }
@@ -50,8 +52,8 @@ def projects() -> list[str]:
 
 
 def train(folder: Path, project: str, name: str, *words: str) -> Done:
-    callbacks = "lr_finder,kill" if project == "lr_finder" else "kill"
-    kills = [f"callback=[{callbacks}]"] if "killed" in name else []
+    own = f"{project}," if project.startswith("lr_") else ""
+    kills = [f"callback=[{own}kill]"] if "killed" in name else []
     overrides = (*WORDS[project], *JOB, f"hydra.run.dir={name}", *kills, *words)
     return forked(str(folder / "train.py"), *overrides, cwd=folder)
 
@@ -84,6 +86,9 @@ def test_an_example_is_the_same_run_on_two_ranks_and_through_a_kill(project: str
         rates = [line["lr_finder/rate"] for line in records(folder / "one") if "lr_finder/rate" in line]
         assert rates == sorted(rates)
         assert "the loss explodes at" in str(Run(folder / "one").summary["stopped_early"])
+    if project == "lr_segments":
+        factors = [line["lr_segments/factor"] for line in records(folder / "one") if "lr_segments/factor" in line]
+        assert factors == [3.0]
     if project == "patients":
         assert "test" in Run(folder / "one").summary
 
