@@ -95,8 +95,7 @@ class Trainer:
 
     def take_steps(self) -> None:
         """Take the steps that are left. Raises StopNow: on every rank, if one was asked to stop."""
-        cuts = self.interrupts_compiling or self.plan.micro_batches > 1
-        take = self.step_or_undo if cuts else self.step
+        take = self.step_or_undo if self.interrupts_compiling or self.plan.micro_batches > 1 else self.step
         take = take if self.moments is None else partial(self.moments.step, take)
         groups = self.loader.train(after=self.progress.step)
         for shard in self.telemetry.watch(groups, self.transforms.train):
@@ -312,8 +311,7 @@ class Trainer:
     def step_or_undo(self, shard: Shard) -> dict[str, Any]:
         """Take a step, and restore the buffers (running statistics, counts) if a stop comes within it.
 
-        That may be between two micro-batches, or while a step is compiled: the first one of its form, which is the
-        shape of its images, and whether layers are frozen. Saving the buffers costs as much as a few kernels.
+        It may come between two micro-batches, or while the first step of its form is compiled.
         """
         form = shard.images.shape, self.state.freezing.frozen(shard.step)
         compiles = self.interrupts_compiling and form not in self.forms

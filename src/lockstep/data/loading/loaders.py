@@ -29,6 +29,8 @@ from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 # free memory, with their temporary copies (per value a float32, an offset of 8 bytes, and a few bytes more).
 STRIDE_VALUES, STRIDE_VALUES_GPU = 2**20, 2**28
 BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
+# One stream for all copies to a GPU: its allocator keeps freed memory for the stream that it was allocated on.
+copy_stream_of = cache(lambda device: torch.cuda.Stream(device))
 
 
 @option("loader")
@@ -168,18 +170,12 @@ def read_once(split: Split, world: World) -> ImageReader:
     return Streaming(workers=workers).feed(split, world)
 
 
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all copies to a GPU: the allocator keeps freed memory for the stream that it was allocated on."""
-    return torch.cuda.Stream(device)
-
-
 def _on_device(results: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
     """Move images to a GPU on a separate stream, one batch ahead: the next while the step works on this one."""
     if device.type != "cuda":
         yield from results
         return
-    copy_stream = _copy_stream(device)
+    copy_stream = copy_stream_of(device)
     pending: deque[tuple[Tensor, torch.cuda.Event, Broken]] = deque()
 
     def oldest() -> ReadResult:
