@@ -7,7 +7,8 @@ folders. Small images are padded, cropped and mirrored. For large images the box
 to 224 and mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
 ToTensor, Normalize, a DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on
 the CPU. The same small images are read packed, too, and the policies of
-augmentation are called on smooth noise; random erasing on normalised noise. One thread computes; workers
+augmentation are called on smooth noise; random erasing on normalised noise. Large files are read into squares as for
+training, which may decode them at a fraction of their size, and as for an evaluation. One thread computes; workers
 are processes in a DataLoader and threads in Lockstep. The files are in the page cache. Figures "of a core" count the
 processor time of the process, all others the elapsed time. The last tables have the decoders alone, and two threads
 against two processes.
@@ -66,6 +67,7 @@ from lockstep.precision import FP32
 from measure import Figures, Rows, in_turns, parser, show, write
 
 HERE = World.solo()
+SQUARES = (32, 64, 100, 160, 256)
 Cases = dict[str, Callable[[], float]]
 Clock = Callable[[], float]
 
@@ -327,6 +329,28 @@ def decoders(root: Path, number: int) -> Cases:
     }
 
 
+def stored(root: Path, number: int, size: int) -> dict[str, FileSplit]:
+    """Large files as training stores them in squares, and as an evaluation does."""
+    folder = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size)
+    split, _ = spread(folder, number)
+    return {"training": split, "evaluation": replace(split, scaled=False)}
+
+
+def at_a_fraction(root: Path, number: int, size: int) -> Cases:
+    """Large files read for training, which decodes a JPEG at a fraction of its size, and for an evaluation."""
+    return {
+        name: partial(per_second, partial(map, split.fetch, [[*range(number)]]), number, time.process_time)
+        for name, split in stored(root, number, size).items()
+    }
+
+
+def differences(root: Path, number: int, size: int) -> Figures:
+    """How far the pixels of training are from an evaluation's."""
+    one, other = (split.fetch([*range(number)]).float() for split in stored(root, number, size).values())
+    by_photo = (one - other).abs().flatten(1).mean(1)
+    return {"mean of all": float(by_photo.mean()), "mean of the worst photo": float(by_photo.max())}
+
+
 def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
     """Batches decoded by this project, in two processes of a DataLoader and in threads."""
     folder = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size)
@@ -396,6 +420,9 @@ def main() -> None:
                 "32x32": partial(decoders, few, 2048),
                 "500x375": partial(decoders, many, 80),
             },
+            "500x375 JPEG to squares, img/s of a core": {
+                f"{size} px": partial(at_a_fraction, many, 80, size) for size in SQUARES
+            },
             "read in batches of uint8, two workers, img/s": {
                 "32x32": partial(handed_over, few, 4096, 32, 256),
                 "500x375": partial(handed_over, many, 160, 256, 32),
@@ -407,6 +434,9 @@ def main() -> None:
                 measured[name] = in_turns(cases(), arguments.repeats)
                 show(title, {name: measured[name]})
             tables[title] = measured
+        title = "training's pixels from an evaluation's, of 255"
+        tables[title] = {f"{size} px": differences(many, 80, size) for size in SQUARES}
+        show(title, tables[title], ratios=False)
     write(arguments.json, tables)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import functools
 import importlib
@@ -386,20 +385,6 @@ def decoded(file: ImageFile, share: float = 1.0) -> tuple[np.ndarray, int]:
     The one place of the tests that reaches behind `square` and `box`: what they resize shows neither.
     """
     return file._decoded(share)
-
-
-def documented(name: str) -> Callable[..., Any]:
-    """The function of this name in the Python code of docs/use.md, which has what it imports and defines."""
-    text = (ROOT / "docs" / "use.md").read_text()
-    block = next(
-        block for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if f"def {name}(" in block
-    )
-    kinds = (ast.FunctionDef, ast.Import, ast.ImportFrom)
-    code = ast.Module([node for node in ast.parse(block).body if isinstance(node, kinds)], [])
-    values: dict[str, Any] = {}
-    exec(compile(code, "use.md", "exec"), values)
-    function: Callable[..., Any] = values[name]
-    return function
 
 
 @dataclass(frozen=True)

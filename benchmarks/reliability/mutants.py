@@ -154,8 +154,8 @@ data/loading/shards.py: the batch of an incident is that of the step before [loa
 - self._steps(step - 1, World.solo())
 + self._steps(max(0, step - 2), World.solo())
 data/datasets/decode.py: a photo is decoded at a scale that is enough for its longer side only [decode]
-- self._decoded(max(height / self.height, width / self.width))
-+ self._decoded(min(size) / max(self.height, self.width))
+- self._decoded(max(height / self.height, width / self.width) if scaled else None)
++ self._decoded(min(size) / max(self.height, self.width) if scaled else None)
 data/transforms/crops.py: a random crop has the inverse aspect ratio [augment]
 - box_height, box_width = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
 + box_width, box_height = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
@@ -249,7 +249,7 @@ data/loading/shards.py: an example that is repeated has the label of the last on
 data/transforms/steps.py: operations follow the shift of the crop [augment]
 - FIRST_DRAW = 16
 + FIRST_DRAW = 0
-data/datasets/photos.py: a wide TIFF whose zero is white is a negative [photos]
+data/datasets/preprocess.py: a wide TIFF whose zero is white is a negative [photos]
 - grey = 255 - grey
 + pass
 data/datasets/decode.py: a box that is scaled down loses a part of what it covers [decode]

@@ -290,11 +290,11 @@ def assert_shows(text: str, server: Fork | subprocess.Popen[bytes]) -> None:
 def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Path) -> None:
     pytest.importorskip("onnxruntime")
     for documented in COMMANDS:
-        needed = documented.text.startswith("python train.py") or "pets.onnx" in documented.text
-        if documented.document == "docs/use.md" and needed and not (checkout / "pets.onnx").exists():
+        needed = documented.text.startswith("python train.py") or "--out pets." in documented.text
+        if documented.document == "docs/use.md" and needed and not (checkout / "pets.pt2").exists():
             assert typed(shortened(documented), checkout).code == 0  # the test was run on its own
     blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         done = forked("-c", block, cwd=checkout)
         assert done.code == 0, done.err

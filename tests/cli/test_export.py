@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,23 @@ def test_a_torch_program_of_pixels_from_0_to_1_needs_nothing_of_ours(place: Path
     difference = program.module()(images(5).float() / 255) - predictor.logits(images(5))
     assert difference.abs().max() <= 1e-4
     assert json.loads(texts["lockstep.json"])["input_shape"] == [1, 12, 12]
+
+
+def test_preprocess_py_is_beside_a_model_of_photos_and_replaces_no_file_of_somebody_else(
+    place: Path, tmp_path: Path
+) -> None:
+    words = ("outputs/digits", "--to", "torch", "--out", str(tmp_path / "digits.pt2"))
+    for _ in range(2):
+        done = exported(place, *words)
+        assert done.code == 0, done.err
+        assert f"wrote {tmp_path / 'preprocess.py'}" in done.out
+    card = json.loads(load_predictor(place / "outputs" / "digits", device="cpu").card.metadata()["lockstep"])
+    pixels = runpy.run_path(str(tmp_path / "preprocess.py"))["preprocess"](place / "photo.png", card)
+    assert np.array_equal(pixels, lockstep.load(place / "outputs" / "digits").stored(place / "photo.png").numpy())
+    (tmp_path / "preprocess.py").write_text("mine")
+    done = exported(place, *words)
+    assert (done.code, (tmp_path / "preprocess.py").read_text()) == (2, "mine")
+    assert "preprocess.py is not of lockstep export; rename it, or name another folder" in done.err
 
 
 def test_packages_that_are_missing_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

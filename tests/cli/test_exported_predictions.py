@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from helpers import documented, train_here
+from helpers import train_here
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import VALUES
 from lockstep.inference import export as exporting
@@ -211,7 +212,7 @@ def test_the_card_names_published_weights_only_where_the_training_started_from_t
         ),
     ],
 )
-def test_an_onnx_file_and_the_code_of_the_document_predict_what_the_run_predicts(
+def test_an_onnx_file_and_the_code_beside_it_predict_what_the_run_predicts(
     photos: Path, tmp_path: Path, task: str, sizes: tuple[str, ...]
 ) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -219,11 +220,12 @@ def test_an_onnx_file_and_the_code_of_the_document_predict_what_the_run_predicts
     run = train_here(tmp_path / "run", *usual, *TASKS[task], *sizes, *OWN)
     exporting.export(str(run.path), [], kind="onnx", pixels="uint8", out=str(tmp_path / "model.onnx"))
     session, ours = onnxruntime.InferenceSession(tmp_path / "model.onnx"), load_predictor(run.path, device="cpu")
+    preprocess = runpy.run_path(str(tmp_path / "preprocess.py"))["preprocess"]
     card = json.loads(session.get_modelmeta().custom_metadata_map["lockstep"])
     assert (card["probabilities"], tuple(card["class_names"])) == (ours.card.probabilities, ours.names)
     for number in range(4):
         photo = photos / f"{number}.png"
-        pixels = documented("prepared")(Image.open(photo), card, session.get_inputs()[0].shape[2:])
+        pixels = preprocess(photo, card)
         (logits,) = session.run(["logits"], {"images": pixels})
         shares = probabilities(torch.from_numpy(logits), card["probabilities"])[0]
         assert shares.tolist() == pytest.approx(expected(ours, photo), abs=0.02)

@@ -146,6 +146,7 @@ OUT: dict[str, tuple[str, ...]] = {
     "out.csv": ("predict", "run", "photos/val", "--csv"),
     "out.onnx": ("export", "run"),
     "out.pt2": ("export", "run", "--to", "torch"),
+    "preprocess.py": ("export", "run", "--to", "torch"),
     "folder": ("export", "run", "--to", "timm"),
     "out.png": ("show",),
     "out.svg": ("lr-find", "--steps", "2"),
@@ -161,7 +162,7 @@ def test_no_out_replaces_or_follows_a_link_a_pipe_or_a_device(
 ) -> None:
     path, secret = tmp_path / name, tmp_path / "elsewhere" / "secret"
     before = trapped(path, trap, secret)
-    out = tmp_path if OUT[name][0] == "evaluate" else path
+    out = tmp_path if OUT[name][0] == "evaluate" else tmp_path / "out.pt2" if name == "preprocess.py" else path
     done = forked("lockstep", *OUT[name], "--out", str(out), cwd=trained)
     assert (done.code, "Traceback" in done.err) == (2, False), done.err
     assert f"--out is {path}" in done.err

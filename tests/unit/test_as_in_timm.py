@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ from PIL import Image
 from torch import Tensor
 
 import lockstep
-from helpers import NARROW, documented, train_here
+from helpers import NARROW, command, train_here
 from lockstep.checkpoint.weights import read_card
 from lockstep.core.model_card import ModelCard
 from lockstep.data.datasets import files
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.preprocess import preprocess
 from lockstep.data.datasets.sizes import with_sizes
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
@@ -126,32 +130,48 @@ STORED: tuple[tuple[tuple[int, int], tuple[int, int], float], ...] = (
 )
 
 
+def assert_alike(chosen: ModelCard, paths: Iterable[Path]) -> None:
+    """The copy of `preprocess.py` beside an exported model makes of photos what the model is evaluated on."""
+    predictor, size = predictor_of(chosen), chosen.input_shape[1:]
+    enlarged = max(size) >= max(chosen.image_shape[1:])  # then the exported model takes the stored images
+    for path in paths:
+        expected = predictor.stored(path) if enlarged else predictor.cropped(predictor.stored(path))
+        pixels = preprocess(path, vars(chosen))
+        assert (pixels.shape, pixels.dtype) == (expected.shape, np.uint8)
+        assert np.abs(pixels.astype(int) - expected.int().numpy()).max() <= 1, path
+
+
 @pytest.mark.parametrize("fit", CROP_MODES)
 @pytest.mark.parametrize("sizes", STORED, ids=str)
-def test_the_code_of_the_document_prepares_photos_like_predict(
+def test_the_file_beside_an_exported_model_prepares_photos_like_predict(
     photos: Path, card: ModelCard, sizes: tuple[tuple[int, int], tuple[int, int], float], fit: str
 ) -> None:
     stored, seen, crop = sizes
     chosen = replace(card, image_shape=(3, *stored), input_shape=(3, *seen), eval_crop=crop, fit=fit)
-    predictor = predictor_of(chosen)
-    enlarged = max(seen) >= max(stored)  # then the exported model takes the stored images
-    for path in sorted((photos / "val" / "a").iterdir()):
-        expected = predictor.stored(path) if enlarged else predictor.cropped(predictor.stored(path))
-        size = tuple(expected.shape[2:])
-        pixels = documented("prepared")(Image.open(path), vars(chosen), size)
-        assert pixels.shape == (1, 3, *size)
-        assert np.abs(pixels.astype(int) - expected.int().numpy()).max() <= 2, path
+    assert_alike(chosen, sorted((photos / "val" / "a").iterdir()))
 
 
+@pytest.mark.parametrize("fit", CROP_MODES)
+@pytest.mark.parametrize("interpolation", ROUNDING)
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_code_of_the_document_prepares_photos_of_every_mode_like_predict(
-    card: ModelCard, tmp_path: Path, channels: int
+def test_the_file_beside_an_exported_model_prepares_photos_of_every_kind_like_predict(
+    card: ModelCard, tmp_path: Path, channels: int, interpolation: str, fit: str
 ) -> None:
-    photo = Image.effect_mandelbrot((80, 60), (-2, -1, 1, 1), 50)
+    photo = Image.effect_mandelbrot((280, 160), (-2, -1, 1, 1), 50)
     rgb = Image.merge("RGB", [photo, photo.rotate(90), photo.rotate(180)])
     rgba = Image.merge("RGBA", [*rgb.split(), photo.rotate(30)])
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
         rgba.convert(mode).save(tmp_path / f"{mode}.png")
+    for mode in ("L", "RGB", "CMYK"):
+        rgb.convert(mode).save(tmp_path / f"{mode}.jpg")
+    for orientation in range(1, 9):
+        (exif := Image.Exif())[0x0112] = orientation
+        for suffix in ("jpg", "png", "tif", "webp"):
+            rgb.save(tmp_path / f"turned{orientation}.{suffix}", exif=exif)
+    (tmp_path / "damaged.jpg").write_bytes(
+        (tmp_path / "turned6.jpg").read_bytes().replace(b"Exif\0\0MM", b"Exif\0\0XX")
+    )
+    rgb.save(tmp_path / "progressive.jpg", progressive=True, subsampling=0)
     rgb.quantize(16).save(tmp_path / "clear_colour.png", transparency=3)
     rgb.quantize(16).save(tmp_path / "colours.png", transparency=bytes(range(0, 160, 10)))
     rgb.save(tmp_path / "clear_rgb.png", transparency=rgb.getpixel((0, 0)))
@@ -159,14 +179,25 @@ def test_the_code_of_the_document_prepares_photos_of_every_mode_like_predict(
     rgba.save(tmp_path / "frames.gif", save_all=True, append_images=[rgb])
     rgba.save(tmp_path / "frames.webp", save_all=True, append_images=[rgb], lossless=True)
     rgb.convert("CMYK").save(tmp_path / "cmyk.tif")
+    wide = np.asarray(photo).astype(np.uint16) * 257 - 99
+    for suffix in ("png", "tif", "pgm"):
+        Image.fromarray(wide if suffix != "pgm" else wide.astype(np.int32)).save(tmp_path / f"wide.{suffix}")
     colour = {"image_shape": (channels, 54, 36), "input_shape": (channels, 48, 32)}
     chosen = replace(card, **colour, mean=card.mean[:channels], std=card.std[:channels])
-    predictor = predictor_of(chosen)
-    for path in sorted(tmp_path.iterdir()):
-        expected = predictor.cropped(predictor.stored(path))
-        with Image.open(path) as photo:
-            pixels = documented("prepared")(photo, vars(chosen), (48, 32))
-        assert np.abs(pixels.astype(int) - expected.int().numpy()).max() <= 2, path
+    assert_alike(replace(chosen, interpolation=interpolation, fit=fit), sorted(tmp_path.iterdir()))
+
+
+def test_the_file_beside_an_exported_model_needs_numpy_and_pillow_alone(tmp_path: Path, photos: Path) -> None:
+    shutil.copy(preprocess.__globals__["__file__"], tmp_path)
+    path = photos / "val" / "a" / "37x53.png"
+    facts = {"image_shape": [3, 40, 40], "input_shape": [3, 32, 32], "eval_crop": 0.8, "fit": "crop"}
+    facts |= {"mean": [0.5, 0.5, 0.5], "interpolation": "bilinear"}
+    code = f"""import sys; sys.modules |= dict.fromkeys(["torch", "torchvision", "lockstep", "simplejpeg"])
+from preprocess import preprocess
+print(preprocess({str(path)!r}, {facts}).tobytes().hex())"""
+    done = command(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.strip() == preprocess(path, facts).tobytes().hex()
 
 
 def test_a_run_of_before_resumes_and_evaluates_with_the_size_that_it_stored(

@@ -2,6 +2,7 @@
 
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from helpers import decoded, preprocessing
 from lockstep.core.data_protocols import Crop
 from lockstep.data.datasets.decode import Box, ImageFile, Stored
 from lockstep.data.datasets.files import FileSplit
+from lockstep.data.datasets.folder import Folder
 from lockstep.data.transforms.crops import RandomResizedCrop
 
 
@@ -41,7 +43,7 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_enough(tmp_path: Path, 
     pixels, scale = decoded(file, size / 400)
     assert (pixels.shape, scale) == ((50 * eighths, 75 * eighths, 3), eighths)
     whole = T.center_crop(T.resize(T.pil_to_tensor(image), [size], antialias=True), [size, size])
-    assert difference(file.fitted((size, size)), whole.numpy()) < 1.5
+    assert difference(file.fitted((size, size), scaled=True), whole.numpy()) < 1.5
 
 
 @pytest.mark.parametrize("shape", [(400, 800), (800, 400)])
@@ -50,7 +52,7 @@ def test_a_long_photo_keeps_the_detail_of_both_sides(tmp_path: Path, shape: tupl
     """Stripes of four pixels are those of one at a quarter of the size, and all grey at an eighth."""
     stripes = np.where(np.indices(shape)[axis] // 4 % 2, 220, 30).astype(np.uint8)
     file = saved(tmp_path, Image.fromarray(stripes))
-    assert file.fitted((100, 100)).std() > 80
+    assert file.fitted((100, 100), scaled=True).std() > 80
     height, width = (length // (4 if side == axis else 8) for side, length in enumerate(shape))
     assert file.box((0, 0, *shape), (height, width)).std() > 80
 
@@ -99,7 +101,7 @@ def test_a_jpeg_with_harmless_damage_is_decoded_whole_and_one_that_is_cut_is_ref
         (tmp_path / "damaged.jpg").write_bytes(content)
         damaged = ImageFile.read(tmp_path / "damaged.jpg")
         if fits:
-            assert difference(damaged.fitted((100, 100)), file.fitted((100, 100))) < 1
+            assert difference(damaged.fitted((100, 100), scaled=True), file.fitted((100, 100))) < 1
         else:
             with pytest.raises(OSError, match="image file is truncated"):
                 damaged.fitted((100, 100))
@@ -125,7 +127,40 @@ def test_every_kind_of_jpeg_is_scaled_to_rgb(tmp_path: Path, mode: str) -> None:
     image.save(buffer, "JPEG", quality=95)
     with Image.open(buffer) as again:
         expected = np.asarray(again.convert("RGB").resize((40, 40), Image.Resampling.BOX)).transpose(2, 0, 1)
-    assert difference(saved(tmp_path, image).fitted((40, 40)), expected) < 2
+    assert difference(saved(tmp_path, image).fitted((40, 40), scaled=True), expected) < 2
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [16, 60, 150, 400])
+def test_an_evaluation_has_the_pixels_of_pillow_and_torchvision_and_training_may_scale(
+    tmp_path: Path, size: int, interpolation: str
+) -> None:
+    Image.effect_mandelbrot((601, 403), (-2, -1.5, 1, 1.5), 50).save(tmp_path / "grey.jpg")
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((601, 403))
+    image.save(tmp_path / "usual.jpg")
+    image.save(tmp_path / "fine.jpg", quality=95, subsampling=0, progressive=True)
+    image.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    paths = sorted(tmp_path.iterdir())
+    data = Folder(path=str(tmp_path), decode_size=size)
+    how = replace(data.preprocessing, interpolation=interpolation)
+    splits = [FileSplit(paths, torch.zeros(4), how, scaled=scaled) for scaled in (False, True)]
+    exact, scaled = (split.fetch([0, 1, 2, 3]).int() for split in splits)
+    for path, pixels in zip(paths, exact, strict=True):
+        with Image.open(path) as photo:
+            whole = T.pil_to_tensor(photo.convert("RGB"))
+        resized = T.resize(whole, [size], T.InterpolationMode(interpolation), antialias=True)
+        assert (pixels - T.center_crop(resized, [size, size]).int()).abs().max() <= 1, path
+    assert torch.equal(exact[1:], scaled[1:]) == (size > 403 / 2)  # simplejpeg rounds CMYK otherwise
+
+
+def test_training_alone_reads_jpegs_at_a_fraction_of_their_size(tmp_path: Path) -> None:
+    for place in ("train/a", "train/b", "val/a", "val/b", "test/a", "test/b"):
+        (tmp_path / place).mkdir(parents=True)
+        photograph(90, 120).save(tmp_path / place / "0.jpg")
+    data = Folder(path=str(tmp_path), test_folder="test", decode_size=16)
+    assert [split.scaled for split in (data.train(), data.eval(), data.test())] == [True, False, False]
+    assert data.read_as(data.train(), data.preprocessing).scaled
 
 
 def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path: Path) -> None:

@@ -88,10 +88,10 @@ def tiff_of(levels: np.ndarray, **options: object) -> Callable[[Path], None]:
 
 # Formats of 8 bits per channel: name, how it is written, and the largest allowed difference from Pillow's pixels.
 KINDS: dict[str, tuple[str, Callable[[Path], None], int]] = {
-    "jpeg": ("a.jpg", saver(COLOURS, quality=95), 4),
-    "progressive jpeg": ("a.jpeg", saver(COLOURS, quality=95, progressive=True), 4),
-    "grey jpeg": ("a.jpg", saver(COLOURS.convert("L")), 2),
-    "cmyk jpeg": ("a.jpg", saver(COLOURS.convert("CMYK"), quality=95), 4),
+    "jpeg": ("a.jpg", saver(COLOURS, quality=95), 1),
+    "progressive jpeg": ("a.jpeg", saver(COLOURS, quality=95, progressive=True), 1),
+    "grey jpeg": ("a.jpg", saver(COLOURS.convert("L")), 1),
+    "cmyk jpeg": ("a.jpg", saver(COLOURS.convert("CMYK"), quality=95), 1),
     "png": ("a.png", saver(COLOURS), 0),
     "1-bit png": ("a.png", saver(COLOURS.convert("1")), 0),
     "palette png": ("a.png", saver(COLOURS.quantize(16)), 0),
@@ -130,12 +130,12 @@ def write(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_sees_the_pixels_of_pillow_and_prediction_the_same_in_any_form(tmp_path: Path, kind: str) -> None:
+def test_a_split_has_the_pixels_of_pillow_and_prediction_the_same_in_any_form(tmp_path: Path, kind: str) -> None:
     path, tolerance = write(kind, tmp_path), KINDS[kind][2]
     expected = read(path)
     assert (expected.int() - by_pillow(path).int()).abs().max() <= tolerance
     for form, pixels in ways(path).items():
-        # A loaded JPEG: Pillow's decoder, not simplejpeg.
+        # A loaded JPEG is from Pillow's libjpeg-turbo, not simplejpeg's.
         assert (pixels.int() - expected.int()).abs().max() <= tolerance * (form == "loaded"), form
 
 
@@ -262,11 +262,14 @@ def test_an_image_that_was_changed_after_it_was_opened_is_not_read_again_from_it
         assert torch.equal(stored_image(image, preprocessing(SIZE, SIZE)), second)
 
 
-def test_a_large_jpeg_that_pillow_has_not_decoded_is_scaled_as_its_file_is(tmp_path: Path) -> None:
+def test_a_large_jpeg_has_the_same_pixels_in_any_form(tmp_path: Path) -> None:
     COLOURS.resize((400, 300)).save(tmp_path / "a.jpg")
+    expected = read(tmp_path / "a.jpg")
+    for form, pixels in ways(tmp_path / "a.jpg").items():
+        assert (pixels.int() - expected.int()).abs().max() <= (form == "loaded"), form
     with Image.open(tmp_path / "a.jpg") as image:
-        assert torch.equal(stored_image(image, preprocessing(SIZE, SIZE)), read(tmp_path / "a.jpg"))
-        assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "a.jpg")))  # and is still usable
+        stored_image(image, preprocessing(SIZE, SIZE))
+        assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "a.jpg")))  # it is still usable
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -280,9 +283,9 @@ def test_a_photo_is_turned_upright(tmp_path: Path, name: str, orientation: int) 
     file, expected = ImageFile.read(tmp_path / name), by_pillow(tmp_path / name)
     assert (file.height, file.width) == expected.shape[1:]
     difference = decoded(file)[0].transpose(2, 0, 1).astype(int) - expected.numpy()
-    assert np.abs(difference).max() <= 4
+    assert np.abs(difference).max() <= 1
     by_path, *by_others = ways(tmp_path / name).values()
-    assert all((pixels.int() - by_path.int()).abs().max() <= 4 for pixels in by_others)
+    assert all((pixels.int() - by_path.int()).abs().max() <= 1 for pixels in by_others)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1)])
@@ -363,7 +366,7 @@ def test_real_photos_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
         file, expected = ImageFile.read(path), by_pillow(path)
         pixels = decoded(file)[0].transpose(2, 0, 1)
         assert pixels.shape == expected.shape
-        assert np.abs(pixels.astype(int) - expected.numpy()).mean() < 1
+        assert np.abs(pixels.astype(int) - expected.numpy()).max() <= 1
 
 
 @pytest.mark.parametrize(

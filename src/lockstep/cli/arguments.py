@@ -153,9 +153,10 @@ def _of_models(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="export a trained model to ONNX, torch.export or timm",
-        description="Export a model with its preprocessing (crop, normalisation, resizing, views) as one file. The "
-        "file is compared with the original on real images, and rejected if a logit differs by more than 1e-4 and by "
-        "more than 1e-3 of the largest one. --to timm writes a folder that timm and Transformers load.",
+        description="Export a model with its normalisation and its views as one file. The file is compared with the "
+        "original on real images, and rejected if a logit differs by more than 1e-4 and by more than 1e-3 of the "
+        "largest one. preprocess.py beside it resizes and crops photos for it, as the evaluation does. --to timm "
+        "writes a folder that timm and Transformers load.",
     )
     _run(export, device=False)
     _rest(export, "images", "FILE", "images for the comparison [the run's evaluation split]")

@@ -24,6 +24,7 @@ from lockstep.core.run import FOLD, Run, State, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import show_json
+from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.sizes import with_sizes
 from lockstep.inference.predictor import Predictor, load_predictor, run_of, say_which
 from lockstep.inference.scoring import (
@@ -196,6 +197,8 @@ def split_for(
         named = f"it with dataset.test_{source.part}=NAME" if source.part else "data that has one"
         raise InputError(f"--split is test, but the data has no test split; name {named}")
     examples = source.read_as(chosen, card)
+    if isinstance(examples, FileSplit):
+        examples = replace(examples, scaled=False)  # training images too are read as `predict` reads them
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
         config = components.read_config(run.config)

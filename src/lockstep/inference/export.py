@@ -1,7 +1,8 @@
 """`lockstep export`: a trained model for other programs: ONNX, a program of torch.export, or a folder of timm's.
 
-A file takes stored uint8 images and processes them like the evaluation: crop, normalise, resize, average over
-views. It computes in float32, whatever the training did. It is written only if its logits are the model's.
+A file takes uint8 images of the size that the model sees, normalises them and averages over views. It computes in
+float32, whatever the training did. It is written only if its logits are the model's. `preprocess.py` beside it makes
+these images of photos, as the evaluation does.
 """
 
 import json
@@ -30,7 +31,8 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import read_json
 from lockstep.core.safe_write import check_out, storing, sync, usual_mode, write_atomic
 from lockstep.core.table import markdown, markdown_code
-from lockstep.data.datasets.decode import RGB
+from lockstep.data.datasets import preprocess
+from lockstep.data.datasets.decode import GREY, RGB
 from lockstep.data.loading.reading import sample
 from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
@@ -47,6 +49,7 @@ OPSET = 20
 OF_SUFFIX = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # the format of a file
 # What Transformers calls the probabilities: its pipeline computes them.
 PROBLEMS = {SOFTMAX: "single_label_classification", SIGMOID: "multi_label_classification", VALUES: "regression"}
+PREPROCESS = Path(preprocess.__file__)  # a copy is beside each exported file
 COMPARED, OF_TIMM = 64, 8  # images on which an exported model is compared with its original: a file's, a folder's
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 
@@ -68,6 +71,7 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
         return
     target = Path(out) if out is not None else file.with_suffix(EXPORT_FORMATS[kind].suffix)
     check_out(target)
+    check_copy(code := target.with_name(PREPROCESS.name))
     if (usual := OF_SUFFIX.get(target.suffix, kind)) != kind:
         raise InputError(f"--out is {target}, and --to {kind} writes another kind of file: --to {usual}")
     predictor = load_predictor(file, device="cpu", precision=FP32())
@@ -86,6 +90,16 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
         f"{predictor.card.classes:,} {predictor.card.targets}; on "
         f"{len(stored)} images{origin} they differ by at most {difference:.1e} from the model's"
     )
+    if len(stored[0]) in (GREY, RGB):
+        write_atomic(code, PREPROCESS.read_bytes())
+        log.show(f"wrote {code}: its input for a photo")
+
+
+def check_copy(path: Path) -> None:
+    """Raise InputError if there is something at `path` other than a copy of `PREPROCESS`, of any version."""
+    check_out(path)
+    if path.exists() and b"`lockstep export`" not in path.read_bytes().partition(b"\n")[0]:
+        raise InputError(f"{path} is not of lockstep export; rename it, or name another folder: --out FOLDER/NAME")
 
 
 def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> tuple[Tensor, str]:

@@ -17,7 +17,8 @@ from lockstep.core.errors import InputError, StorageError, out_of_memory, reason
 from lockstep.core.model_card import Preprocessing
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
-from lockstep.data.datasets.photos import PILLOW_FORMATS, orientation_of, to_rgb, upright
+from lockstep.data.datasets.photos import PILLOW_FORMATS
+from lockstep.data.datasets.preprocess import orientation_of, to_rgb, upright
 
 # An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
 # tensor (C, H, W).

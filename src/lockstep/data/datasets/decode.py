@@ -1,9 +1,9 @@
-"""Decodes image files to upright 8-bit RGB, grey or other channels, and no more pixels than are needed.
+"""Decodes image files to upright 8-bit RGB, grey or other channels: whole, or no more pixels than are needed.
 
 simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, Pillow other photos; their first bytes
-decide the format. Grey is Pillow's "L" of the RGB. Sizes and boxes refer to the upright image. Images of other
-channels are arrays of NumPy (`.npy`), height x width x channels, and the first pages of TIFF files, of uint8: nothing
-says which values of other numbers are to be 0 and 255.
+decide the format. A whole photo has Pillow's pixels. Grey is Pillow's "L" of the RGB. Sizes and boxes refer to the
+upright image. Images of other channels are arrays of NumPy (`.npy`), height x width x channels, and the first pages
+of TIFF files, of uint8: nothing says which values of other numbers are to be 0 and 255.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from torch.nn import functional as F
 
 from lockstep.core.centre import Size, centre_start
 from lockstep.core.errors import check_installed
-from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH, Preprocessing
+from lockstep.core.model_card import CROP, INTERPOLATION, PAD, Preprocessing
 from lockstep.core.safe_read import MOST_BYTES, check_size, stored
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.arrays import ARRAY_TO_8_BITS
 from lockstep.data.datasets.listing import Member
+from lockstep.data.datasets.preprocess import ORIENTATION, TURNED, UPRIGHT, to_rgb, upright, whole_size
 
 Pixels = NDArray[np.uint8]  # (height, width, channels), from a decoder
 Stored = NDArray[np.uint8]  # (channels, height, width), as stored
@@ -74,7 +75,7 @@ class ImageFile(NamedTuple):
     height: int
     width: int
     decoder: Decoder | None
-    orientation: int = photos.UPRIGHT
+    orientation: int = UPRIGHT
     channels: int = RGB
 
     @classmethod
@@ -90,11 +91,11 @@ class ImageFile(NamedTuple):
             if header is None:
                 with photos.opened_by_pillow(data) as image:
                     check_size(photos.tile_bytes(image), SEGMENT)
-                    header = image.height, image.width, _by_pillow, photos.orientation_of(image, data)
+                    header = image.height, image.width, _by_pillow, photos.orientation_in(data, image)
         else:
             header = _bands_header(data, channels)
         rows, columns, decoder, orientation = header
-        height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
+        height, width = (columns, rows) if orientation in TURNED else (rows, columns)
         file = cls(data, height, width, decoder, orientation, channels)
         _check_size(file, -(-height * width * max(channels, RGB) // RGB))  # the RGB pixels that take as many bytes
         most = max(SCANS, SCANNED // (height * width))
@@ -102,9 +103,9 @@ class ImageFile(NamedTuple):
             raise ValueError(f"it has {scans:,} scans, expected at most {most:,}")
         return file
 
-    def stored(self, how: Preprocessing) -> Stored:
+    def stored(self, how: Preprocessing, scaled: bool = False) -> Stored:
         """The image as a data set with this preprocessing stores it, see `fitted`."""
-        return self.fitted(how.image_shape[1:], how.interpolation, how.fit, how.fill, how.centre)
+        return self.fitted(how.image_shape[1:], how.interpolation, how.fit, how.fill, how.centre, scaled=scaled)
 
     def fitted(
         self,
@@ -113,17 +114,20 @@ class ImageFile(NamedTuple):
         fit: str = CROP,
         fill: Sequence[int] = (0,),
         centre: Size | None = None,
+        *,
+        scaled: bool = False,
     ) -> Stored:
         """The image as a data set stores it: (channels, *size). Raises any exception of the decoder.
 
         `fit=crop` keeps the centre of the smallest image with this aspect ratio that covers `size`, `pad` adds a
         frame of the colour `fill` to the largest one that fits into it, `squash` changes the aspect ratio. The
         `centre` of the result (its size; None for all) is in the middle of the image to the pixel, as in timm.
+        With `scaled` a JPEG is decoded at the smallest scale that is enough, which is faster and less exact.
         """
-        height, width = self._whole(size, fit)
+        height, width = whole_size((self.height, self.width), size, fit)
         # An image that is one pixel wide would become a huge one.
         _check_size(self, height * width, f", also resized to {width}x{height}")
-        pixels, _ = self._decoded(max(height / self.height, width / self.width))
+        pixels, _ = self._decoded(max(height / self.height, width / self.width) if scaled else None)
         if pixels.shape[:2] == (height, width):
             resized = pixels.transpose(2, 0, 1)
         else:
@@ -139,17 +143,6 @@ class ImageFile(NamedTuple):
             return framed
         return resized[:, top : top + size[0], left : left + size[1]]
 
-    def _whole(self, size: Size, fit: str) -> Size:
-        """The height and width before the cut or the frame, rounded as torchvision does (a square) or timm."""
-        if fit == SQUASH:
-            return size
-        ratios = self.height / size[0], self.width / size[1]
-        if fit != PAD and size[0] == size[1]:
-            short = min(self.height, self.width)
-            return self.height * size[0] // short, self.width * size[1] // short
-        ratio = max(ratios) if fit == PAD else min(ratios)
-        return max(1, round(self.height / ratio)), max(1, round(self.width / ratio))
-
     def box(self, box: Box, size: Size, interpolation: str = INTERPOLATION) -> Stored:
         """A box of the whole image, resized: (channels, *size). Raises like `fitted`."""
         top, left, height, width = box
@@ -161,14 +154,21 @@ class ImageFile(NamedTuple):
         )
         return _resized(pixels[rows, columns], size, interpolation)
 
-    def _decoded(self, share: float) -> tuple[Pixels, int]:
-        """The whole upright image, and its scale in eighths: of a JPEG the smallest that keeps `share` of a side."""
+    def _decoded(self, share: float | None) -> tuple[Pixels, int]:
+        """The whole upright image, and its scale in eighths: of a JPEG the smallest that keeps `share` of a side.
+
+        None is the full scale, with the pixels of Pillow.
+        """
         pixels, eighths = self._scaled_jpeg(share) if self.decoder is None else (self.decoder(self.data), 8)
-        pixels = photos.upright(pixels, self.orientation)
+        pixels = upright(pixels, self.orientation)
         return (photos.grey(pixels) if self.channels == GREY else pixels), eighths
 
-    def _scaled_jpeg(self, share: float) -> tuple[Pixels, int]:
-        turned = self.orientation in photos.TURNED
+    def _scaled_jpeg(self, share: float | None) -> tuple[Pixels, int]:
+        if share is None:
+            if simplejpeg.decode_jpeg_header(self.data)[2] == "CMYK":  # simplejpeg rounds it otherwise than Pillow
+                return _by_pillow(self.data), 8
+            share = 1.0
+        turned = self.orientation in TURNED
         rows, columns = (self.width, self.height) if turned else (self.height, self.width)
         # simplejpeg takes a minimum size, which does not determine the scale if both sides are tiny.
         scaled = share <= 0.5 and max(rows, columns) >= 8
@@ -225,7 +225,7 @@ def _turbo_header(data: bytes) -> Header | None:
 def _by_pillow(data: bytes) -> Pixels:
     with photos.opened_by_pillow(data) as image:
         image.load()
-        return photos.to_rgb(image)
+        return to_rgb(image)
 
 
 def _bands_header(data: bytes, channels: int) -> Header:
@@ -239,7 +239,7 @@ def _bands_header(data: bytes, channels: int) -> Header:
     check_size(math.prod(shape) * dtype.itemsize, "its pixels have")
     pixels = np.load(BytesIO(data), allow_pickle=False)
     _check_bands(pixels.shape, pixels.dtype, channels)
-    return pixels.shape[0], pixels.shape[1], lambda _: np.ascontiguousarray(pixels), photos.UPRIGHT
+    return pixels.shape[0], pixels.shape[1], lambda _: np.ascontiguousarray(pixels), UPRIGHT
 
 
 def _tiff(data: bytes, channels: int) -> Header:
@@ -266,7 +266,7 @@ def _tiff(data: bytes, channels: int) -> Header:
             pixels: Pixels = page.asarray(maxworkers=1)
         return np.ascontiguousarray(np.moveaxis(pixels, page.axes.index("S"), 2))
 
-    return rows, columns, decode, page.tags.valueof(photos.ORIENTATION, photos.UPRIGHT)
+    return rows, columns, decode, page.tags.valueof(ORIENTATION, UPRIGHT)
 
 
 @contextmanager

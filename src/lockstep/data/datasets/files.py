@@ -36,7 +36,7 @@ class FileSplit:
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
     comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
-    images that a run skips.
+    images that a run skips. With `scaled` a JPEG is decoded at the smallest scale that is enough: for training.
     """
 
     paths: Files | Sequence[Path | Member]
@@ -44,6 +44,7 @@ class FileSplit:
     preprocessing: Preprocessing
     skip: int = 0
     crop: Crop | None = None
+    scaled: bool = False
 
     images: ClassVar[None] = None
     broken: ClassVar[type[BrokenImage]] = BrokenImage
@@ -60,7 +61,7 @@ class FileSplit:
         files = [self._attempt(index, self.read, index) for index in indices]
         if self.crop is None:
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
-                decoded[number] = self._attempt(index, file.stored, how)
+                decoded[number] = self._attempt(index, file.stored, how, self.scaled)
         else:
             sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
             draws = SampleRNG(self.crop.seed, epoch, torch.tensor(numbers, dtype=torch.int64))
@@ -208,7 +209,7 @@ class FileSource(PhotoSource, CutSource):
         self.listings()
 
     def train(self) -> FileSplit:
-        return self._split(self.listings()["train"])
+        return replace(self._split(self.listings()["train"]), scaled=True)
 
     def eval(self) -> FileSplit:
         return self._split(self.listings()["val"])

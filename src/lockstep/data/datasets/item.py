@@ -17,10 +17,10 @@ from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import BrokenImage, InputError, StorageError, escaped
 from lockstep.core.model_card import MOST_CHANNELS
 from lockstep.core.safe_read import UnreadableStorage
-from lockstep.data.datasets import photos
 from lockstep.data.datasets.arrays import as_bytes
 from lockstep.data.datasets.composed import TARGET_NAMES
 from lockstep.data.datasets.decode import GREY, RGB, Pixels
+from lockstep.data.datasets.preprocess import to_rgb
 
 IMAGE_NAMES = ("image", "img", "pixel_values")  # of an image, in items that are mappings
 USUAL = (GREY, RGB, 4)  # the numbers of channels by which an image with the wrong order of axes is told
@@ -88,7 +88,7 @@ def pixels_of(image: Any) -> Pixels:
     """An image of an item, uint8 (height, width, channels). Raises ValueError with the line that converts it."""
     if isinstance(image, Image.Image):
         grey = image.mode in ("1", "L")
-        return np.array(image.convert("L"))[..., None] if grey else photos.to_rgb(image)
+        return np.array(image.convert("L"))[..., None] if grey else to_rgb(image)
     is_tensor = isinstance(image, Tensor)
     array = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
     channels, other = (0, -1) if is_tensor else (-1, 0)
