@@ -292,7 +292,7 @@ def test_a_numerical_end_stays_one_when_closing_the_files_fails(
 
 
 @pytest.mark.parametrize(
-    ("words", "capability", "is_noted"),
+    ("words", "capability", "says"),
     [
         (("model.compile=true",), (8, 0), True),
         (("model.compile=true",), (7, 0), False),
@@ -301,10 +301,10 @@ def test_a_numerical_end_stays_one_when_closing_the_files_fails(
     ],
 )
 def test_a_compiled_float32_model_is_told_of_the_tensor_cores_that_it_leaves_idle(
-    words: tuple[str, ...], capability: tuple[int, int], is_noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], capability: tuple[int, int], says: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     job, record = resolved(*words, "device=cpu"), RunRecord(RunDir(tmp_path), World.solo("cuda:0"))
     state: Any = SimpleNamespace(model=None, notes=[])
     notes = record._notes(job, SimpleNamespace(plan=plan_of(job, 100)), state)  # type: ignore[arg-type]
-    assert any("without tensor cores; precision=tf32 uses them" in note for note in notes) == is_noted
+    assert any("without tensor cores; precision=tf32 uses them" in note for note in notes) == says
