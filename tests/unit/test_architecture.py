@@ -454,6 +454,7 @@ READS: dict[str, str] = {
     "core.run": "the kernel's /proc; the files of runs are read by the guarded reader",
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.photos": "images, from bytes that were read",
+    "data.datasets.preprocess": "photos, in a copy beside an exported model, which needs nothing of ours",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "telemetry.pictures": "images, from bytes that were read",
     "inference.demo": "its page, which is part of the program",

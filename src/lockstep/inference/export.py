@@ -28,7 +28,7 @@ from lockstep.core.model_card import CROP, PAD, SIGMOID, SOFTMAX, SQUASH, VALUES
 from lockstep.core.monitor import figure_text
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import read_json
+from lockstep.core.safe_read import read_bytes, read_json
 from lockstep.core.safe_write import check_out, storing, sync, usual_mode, write_atomic
 from lockstep.core.table import markdown, markdown_code
 from lockstep.data.datasets import preprocess
@@ -91,14 +91,14 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
         f"{len(stored)} images{origin} they differ by at most {difference:.1e} from the model's"
     )
     if len(stored[0]) in (GREY, RGB):
-        write_atomic(code, PREPROCESS.read_bytes())
+        write_atomic(code, read_bytes(PREPROCESS, links=True))
         log.show(f"wrote {code}: its input for a photo")
 
 
 def check_copy(path: Path) -> None:
     """Raise InputError if there is something at `path` other than a copy of `PREPROCESS`, of any version."""
     check_out(path)
-    if path.exists() and b"`lockstep export`" not in path.read_bytes().partition(b"\n")[0]:
+    if path.exists() and b"`lockstep export`" not in read_bytes(path).partition(b"\n")[0]:
         raise InputError(f"{path} is not of lockstep export; rename it, or name another folder: --out FOLDER/NAME")
 
 
