@@ -18,6 +18,7 @@ import runpy
 import selectors
 import signal
 import socket
+import string
 import subprocess
 import sys
 import tempfile
@@ -113,14 +114,14 @@ class Fork:
 
 
 class Forks:
-    """The interpreter that is forked; it imports `modules` when it starts."""
+    """The interpreter that is forked, by default this one; it imports `modules` when it starts."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, python: str = sys.executable) -> None:
         self.socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
         with child_end:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(child_end.fileno()), *modules],
+                [python, __file__, str(child_end.fileno()), *modules],
                 stdin=subprocess.DEVNULL,
                 # Ranks and tests share few cores here: a thread that waits must not spin. With huge pages, a fork
                 # copies the table of the pages in half the time.
@@ -250,10 +251,14 @@ def run(path: list[str], program: str, *words: str) -> None:
 def warm_up() -> None:
     """Do here what every command would do at first use, and what depends on nothing: each fork has the results."""
     parser = importlib.import_module("hydra.core.override_parser.overrides_parser")
-    # The grammars build their tables, which takes 0.1 s.
-    parser.OverridesParser.create().parse_overrides(["a=1", "b.c='d e'", "f=[g,h.i]", "~j", "k=${l:m}", "n=1e-3,x/y"])
+    # The grammars build their tables, which takes 0.1 s, and more at each character that is new to them.
+    name = string.ascii_letters + string.digits
+    keys = [f"{letter}=1" for letter in string.ascii_letters]
+    words = ["b.c='d e'", "f=[g,h.i]", "~j", "k=${l:m}", "n=1e-3,x/y", "+o=true", "p={q:0.5}"]
+    words += [f"{name}=/{name}/{name}-{name}.{name}", f"r=[{','.join(name)}]"]
+    parser.OverridesParser.create().parse_overrides([*keys, *words])
     values = importlib.import_module("omegaconf.grammar_parser")
-    for text in ("${a}/b", "${a:b.c.d}-${a:b.c.d}", "${a}/b/${c:%Y%m%d-%H%M%S}-${d:}"):
+    for text in ("${a}/b", "${a:b.c.d}-${a:b.c.d}", "${a}/b/${c:%Y%m%d-%H%M%S}-${d:}", f"${{{name}}}"):
         values.parse(text)
     # `components` keeps its schema, and what it has built from which values; those of most jobs take 0.04 s.
     components = importlib.import_module("lockstep.config.components")

@@ -258,6 +258,11 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 @functools.cache
 def forks() -> Forks:
     """The interpreter from which commands and gangs are forked. The first use starts it."""
+    return forks_of(sys.executable)
+
+
+def forks_of(python: str) -> Forks:
+    """A new interpreter of the environment of `python`, which has imported what commands need."""
     commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweeps.sweepers", "lockstep.cli.main")
     commands += ("lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.sweeps.pool")
     commands += ("lockstep.optim.schedule",)
@@ -269,7 +274,8 @@ def forks() -> Forks:
     hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
     plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
     images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")
-    return Forks(*commands, *plugins, "timm", "torch._dynamo", "torchvision", *scores, *images, *written, "pytest")
+    others = ("timm", "torch._dynamo", "torchvision", *scores, *images, *written, "pytest")
+    return Forks(*commands, *plugins, *others, python=python)
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:

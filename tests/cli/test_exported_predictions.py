@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import transformers
 import yaml
 from PIL import Image
 from safetensors.torch import save_file
@@ -91,6 +90,8 @@ def data_configs(model: Any) -> Iterator[dict[str, Any]]:
 
 def assert_is_the_runs(ours: Predictor, folder: Path, photos: list[Path]) -> None:
     """Both libraries have the run's pixels, up to the rounding of Pillow's resizing, logits and predictions."""
+    import transformers
+
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     wrapped = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder)

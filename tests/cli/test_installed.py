@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from test_documents import DOCUMENTS, assert_shows, commands_of, shortened
 
-from helpers import ROOT, build_wheel, command, copied_source, installed, origin
+from forks import Forks
+from helpers import ROOT, build_wheel, command, copied_source, forks_of, installed, origin, result
 
 PACKAGES = ("lockstep", "hydra_plugins")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -81,30 +83,31 @@ def test_a_wheel_that_is_built_from_the_sdist_has_the_same_content(wheel: Path, 
     }
 
 
+@pytest.fixture(scope="module")
+def installed_forks(python: Path) -> Iterator[Forks]:
+    """That interpreter, for commands as its forks: test_first_hour.py has fresh ones."""
+    started = forks_of(str(python))
+    yield started
+    started.close()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("document", ["docs/use.md", "docs/sweeps.md"])
 def test_the_commands_of_a_document_work_where_the_wheel_is_installed(
-    document: str, python: Path, tmp_path: Path
+    document: str, python: Path, installed_forks: Forks, tmp_path: Path
 ) -> None:
     assert origin(python).is_relative_to(python.parents[1])
     environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ""}
-    assert command(str(python), str(ROOT / "docs" / "photos.py"), cwd=tmp_path).code == 0
+    assert result(installed_forks.start(str(ROOT / "docs" / "photos.py"), cwd=tmp_path)).code == 0
     for documented in commands_of(document):
         text = re.sub(r"^python train\.py", "lockstep train", shortened(documented))
         if text.startswith("python docs/"):
             continue
+        process = installed_forks.start(*shlex.split(text), cwd=tmp_path, **environment)
         if re.match("lockstep (demo|watch) ", text):
-            shell = subprocess.Popen(
-                ["bash", "-c", f"exec {text}"],
-                cwd=tmp_path,
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            assert_shows(text, shell)
+            assert_shows(text, process)
             continue
-        done = command("bash", "-euo", "pipefail", "-c", text, cwd=tmp_path, **environment)
+        done = result(process)
         assert (done.code, "could not be written" in done.err) == (0, False), f"{text}\n{done.err}"
 
 

@@ -46,10 +46,9 @@ def written(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_every_file_of_runs_sweeps_and_exports_follows_the_umask(tmp_path: Path, umask: int) -> None:
+def test_every_file_of_runs_sweeps_and_exports_follows_the_umask(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
+    umask = 0o026  # nobody writes 0o640 by himself, unlike 0o600, 0o644, 0o664 and 0o666
     photos_of_two_classes(tmp_path, 40, "png")
     photos = {*written(tmp_path)}
     for words in COMMANDS:

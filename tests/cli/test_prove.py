@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import command, forks, result, running_fork
+from helpers import forked, forks, result, running_fork
 from lockstep.core.errors import InputError, NumericalError
 from lockstep.diagnostics import prove
 from lockstep.diagnostics.prove import PROOF_OVERRIDES, Case, RunResult, cases, compare, for_strategy, texts
@@ -183,11 +181,11 @@ prove.prove(["strategy=mine", "strategy.scale={}", "model=linear", "device=cpu"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "pass"), (2.0, "FAIL"), (math.nan, "FAIL")])
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "pass"), (2.0, "FAIL")])
 def test_a_project_proves_its_own_strategy(tmp_path: Path, scale: float, verdict: str) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "__init__.py").write_text(MINE)
-    done = command(sys.executable, "-c", FIRST.format(scale), cwd=tmp_path, TMPDIR=str(tmp_path))
+    done = forked("-c", FIRST.format(scale), cwd=tmp_path, TMPDIR=str(tmp_path))
     rows = [line.split() for line in done.out.splitlines() if line.endswith(("pass", "FAIL"))]
     assert [(row[0], row[-1]) for row in rows[:3]] == [("single", "pass")] * 2 + [("mine", verdict)], done.err
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +59,8 @@ class Builds:
         self.name, self.least = name, least
 
     def build(self, classes: int) -> Any:
+        import torchmetrics
+
         assert classes >= self.least
         return getattr(torchmetrics, self.name)()
 
@@ -94,6 +95,8 @@ def test_a_monitor_knows_which_value_is_better(text: str, chosen: str) -> None:
 
 
 def test_our_metrics_say_their_direction_and_it_is_the_direction_of_torchmetrics() -> None:
+    import torchmetrics
+
     names = {"MAE": "MeanAbsoluteError", "RMSE": "MeanSquaredError", "R2": "R2Score", "F1": "F1Score"}
     ours = [*classes_of("metric").values()]
     assert len(ours) > 10
