@@ -105,7 +105,7 @@ def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: st
     done = train(*PICTURES, f"loader={loader}", *workers, f"launcher={launcher}", ranks, *where)
     message = sentence(done)
     assert message.startswith(f"dataset: image 9, {pictures}/train/b/3.jpg, cannot be decoded (")
-    assert message.endswith("; remove or replace the file, or skip up to N of them with dataset.skip=N")
+    assert "; remove or replace the file, or skip up to N of them with dataset.skip=N; `lockstep doctor`" in message
     # A resident loader reads all images before the run begins; a streaming one meets this image in the run.
     left = [path.name for path in tmp_path.iterdir() if path.name != "latest"]
     assert len(left) == (loader == "streaming")

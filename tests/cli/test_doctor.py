@@ -18,7 +18,9 @@ import pytest
 from PIL import Image
 
 from helpers import forked
+from lockstep.core.errors import INSTALL, InputError
 from lockstep.data.datasets import packed
+from lockstep.data.datasets import photos as decode_photos
 from lockstep.data.datasets.folder import Folder
 from lockstep.diagnostics import examination, inspection, settings
 from lockstep.diagnostics.doctor import Checkup
@@ -115,6 +117,59 @@ def test_what_is_wrong_with_the_data_is_told(
     assert [check] == [name for name in planted if name != "batch"]  # the last batch may have one image
     assert planted[check][0] == level
     assert says in planted[check][1]
+
+
+def test_broken_images_are_told_by_reason_and_a_missing_package_is_no_reason_to_skip(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(package: str, user: str, extra: str = "") -> None:
+        raise InputError(f"{user} needs the package {package}, which is not installed; {INSTALL} 'lockstep[{extra}]'")
+
+    monkeypatch.setattr(decode_photos, "check_installed", without)  # it may be installed here
+    broken(photos)
+    for number in (1, 2):
+        (photos / f"train/dog/{number}.jpg").write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
+    for words, level in (((), "error"), (("dataset.skip=3",), "warning")):
+        heic, torn = (item for item in of_photos(photos, *words).findings if item.check == "images")
+        assert heic.text.startswith("2 of 24 images broken, such as ")
+        assert heic.text.endswith("install it with pip install 'lockstep[photos]')")
+        assert heic.paths == tuple(str(photos / f"train/dog/{number}.jpg") for number in (1, 2))
+        assert torn.paths == (str(photos / "train/cat/0.jpg"),)
+        assert {heic.level, torn.level} == {level}
+        assert torn.text.endswith("dataset.skip=3 skips them" if words else "or use dataset.skip=1")
+
+
+def test_what_a_person_would_warn_of_is_told(photos: Path) -> None:
+    for number in range(IMAGES * 10):
+        shutil.copy(photos / "train/cat/0.jpg", photos / f"train/cat/{10 + number}.jpg")
+    shutil.rmtree(photos / "val/eel")
+    for number in (1, 2, 3):
+        (photos / f"val/dog/{number}.jpg").unlink()
+    words = ("dataset.decode_size=64", "batch=12")
+    texts = [item.text for item in of_photos(photos, *words).findings if item.check == "classes"]
+    for sentence in (
+        "the files are at most about 32 pixels high or wide, and are enlarged to 64: dataset.input_size=32 "
+        "dataset.decode_size=32 is 4 times less work",
+        "the evaluation split has 5 images, so a score says little; more to evaluate say more",
+        "dog has 4 of 52 images to train on, the largest class 44: train.sampling=balanced or loss.balanced=true has "
+        "each class count alike",
+    ):
+        assert sentence in texts
+    balanced = of_photos(photos, *words, "train.sampling=balanced").findings
+    assert not any("the largest class" in item.text for item in balanced)
+
+
+@pytest.mark.slow
+def test_of_a_step_that_takes_long_a_few_images_are_tried_and_lighter_work_is_named(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(examination, "micro_batches_that_fit", None)  # is not called
+    findings = of_photos(photos, "dataset.decode_size=64", "batch=12").findings
+    texts = {item.check: item.text for item in findings}
+    assert re.match(r"a step in micro-batches of 12 images takes about \d+ s: it was not tried \(", texts["memory"])
+    assert texts["time"].startswith("the run takes about 0:0")
+    assert re.search(r": model=mobilenetv3_small_100 \d+x, dataset.input_size=32 dataset.decode", texts["speed"])
 
 
 def as_csv(photos: Path) -> tuple[str, ...]:

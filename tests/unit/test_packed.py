@@ -109,6 +109,8 @@ def test_a_packed_set_of_any_task_trains_as_its_source(task: str, tmp_path: Path
     for name, rows in {"a=b": lines, "whole": [line for line in lines if not line.startswith("3.png")]}.items():
         (tmp_path / f"{name}.csv").write_text("\n".join(rows) + "\n")
     words = ("dataset=csv", columns, "dataset.decode_size=8", f"task={task}")
+    with pytest.raises(InputError, match=r"3\.png, cannot be decoded .* skip up to N of them with --skip=N"):
+        command.pack([f"{tmp_path}/c=d", *words, f"dataset.path={tmp_path}/a=b.csv"])
     command.pack([f"{tmp_path}/c=d", *words, f"dataset.path={tmp_path}/a=b.csv"], skip="1")
     packed.check(tmp_path / "c=d", lambda number: None)
     runs = {

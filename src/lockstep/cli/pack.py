@@ -2,14 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from lockstep.config.commands import OVERRIDE, key_of, override, shell_command
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import packed
 from lockstep.job.prepare import job_here
 from lockstep.runtime.host import cores
@@ -39,7 +40,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     images = sum(map(len, packed.splits_of(source).values()))
     for note in source.notes():
         log.warn(note)
-    with progress("packing", images) as advance:
+    with progress("packing", images) as advance, _with_its_own_option():
         broken = packed.pack(source, Path(target).absolute(), threads=cores(), advanced=advance)
     for image in broken:
         log.warn(f"{image.failure}: skipped")
@@ -53,6 +54,15 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
             f"random crops are now cut from squares of {size} pixels, and not from the files: a run has other images "
             "than on the files"
         )
+
+
+@contextmanager
+def _with_its_own_option() -> Iterator[None]:
+    """A context that names `--skip` for an image that cannot be decoded."""
+    try:
+        yield
+    except BrokenImage as error:
+        raise InputError(str(error).replace("dataset.skip=N", "--skip=N")) from error
 
 
 def check_packed(target: str) -> None:

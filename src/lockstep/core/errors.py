@@ -19,6 +19,7 @@ SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # What Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
+INSTALL = "install it with pip install"
 INTERRUPTED = "interrupted twice: stopped at once; a resume continues from the last checkpoint"
 
 
@@ -46,8 +47,18 @@ class BrokenImage(InputError):
         index, path, reason = self.args
         return escaped(f"image {index}, {path}, cannot be decoded ({reason})", keep="")
 
+    @property
+    def needs_package(self) -> bool:
+        """Whether the image may be sound, and this machine lacks a package that decodes it; the reason names it."""
+        return INSTALL in str(self.args[2])
+
     def __str__(self) -> str:
-        return f"dataset: {self.failure}; remove or replace the file, or skip up to N of them with dataset.skip=N"
+        if self.needs_package:
+            return f"dataset: {self.failure}"
+        return (
+            f"dataset: {self.failure}; remove or replace the file, or skip up to N of them with dataset.skip=N; "
+            "`lockstep doctor` looks for all of them"
+        )
 
 
 class StorageError(LockstepError):
@@ -183,8 +194,7 @@ def check_installed(package: str, user: str, extra: str = "") -> None:
     """Refuse `user`, an option or a command, without the package that it needs, which is in Lockstep's `extra`."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
-            f"{user} needs the package {package}, which is not installed; install it with pip install "
-            f"'lockstep[{extra or package}]'"
+            f"{user} needs the package {package}, which is not installed; {INSTALL} 'lockstep[{extra or package}]'"
         )
 
 

@@ -24,7 +24,7 @@ from lockstep.job.resume import Resume, decide_resume
 from lockstep.telemetry.progress import format_duration, progress
 from lockstep.training.resolved_job import ResolvedJob
 
-LOOK_S = 30.0  # the most seconds for the images of a data set
+LOOK_S = 16.0  # the most seconds for the images of a data set
 STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "red"}
 ON_OTHER_MACHINES = "the job runs on other machines: check one of them with srun lockstep doctor launcher=auto"
 Findings = Iterable[Finding]

@@ -18,7 +18,7 @@ from lockstep.core.errors import reason_of
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Streaming
 from lockstep.diagnostics.inspection import Finding, Level
-from lockstep.diagnostics.settings import other_settings
+from lockstep.diagnostics.settings import lighter_work, other_settings
 from lockstep.job.prepare import check_resumable
 from lockstep.job.resume import Resume
 from lockstep.job.validate_with_data import check_plan
@@ -28,8 +28,8 @@ from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 from lockstep.strategy.base import DataParallel, Single
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
-from lockstep.training.build_data import build_data
-from lockstep.training.dry_run import micro_batches_that_fit
+from lockstep.training.build_data import balance_note, build_data
+from lockstep.training.dry_run import FEW_EXAMPLES, micro_batches_that_fit, training_rate
 from lockstep.training.evaluate import logits_of
 from lockstep.training.experiment import Parts, build_parts, configure_torch
 from lockstep.training.network import Freezing, batches_without_single, check_single_examples, frozen_names
@@ -37,6 +37,8 @@ from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import without_start
 
 STEPS, MOST_TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
+LONG_STEP_S = 4.0  # a longer step on a CPU is timed with few images
+LONG_RUN_S = 12 * 3600.0  # a longer run on a CPU is worth a doubt
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
 COPIED = 2**20  # numbers that are sent from GPU to GPU: 8 MB
 # Broken copies between GPUs usually come from the IOMMU or from ACS of the PCIe bridges, which redirect them.
@@ -131,6 +133,8 @@ def batches(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
             text = f"the last batch of an epoch has {last} images for {pieces} micro-batches"
         text += f"; batch={full} leaves more" * (full is not None)
         yield Finding("batch", text, Level.warning)
+    for note in balance_note(job, job.dataset.train().labels):
+        yield Finding("classes", note, Level.warning)
     if job.model.pretrained and resume.checkpoint is None:
         text = "the published weights are fetched at the start if no cache has them; nothing is fetched here"
         yield Finding("weights", text, Level.warning)
@@ -177,6 +181,14 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
     least = job.train.passes
     shared = replace(world, size=ranks, local_size=job.launcher.ranks)
     room = f"{format_bytes(GB * free_memory(shared))} are free for a rank"
+    if (long := _long_step(job, shared)) is not None:
+        text = (
+            f"a step in micro-batches of {job.micro_batch(ranks)} images takes about {long:.0f} s: it was not tried"
+        )
+        yield Finding("memory", f"{text} ({room})", Level.warning)
+        yield _time(replace(job, train=replace(job.train, micro_batches=least)), world, most=FEW_EXAMPLES)
+        yield lighter_work(job, shared)
+        return
     fitting = micro_batches_that_fit(job, shared, least=least)
     if fitting is None or (fitting > least and not auto):
         remedy = f"train.micro_batches={fitting} fits" if fitting else "use a smaller model or dataset.input_size"
@@ -191,10 +203,20 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
         yield other_settings(job, shared)
 
 
-def _time(job: ResolvedJob, world: World) -> Finding:
-    """The time of a run, estimated from a few micro-batches that are run as separate steps."""
+def _long_step(job: ResolvedJob, world: World) -> float | None:
+    """The seconds of a step that takes long on the CPU, estimated from one of few images; None of a shorter one."""
+    if world.device.type != "cpu" or job.model.compile or job.micro_batch(world.size) <= FEW_EXAMPLES:
+        return None
+    rate = training_rate(job, world)
+    seconds = 0.0 if rate is None else job.micro_batch(world.size) / rate
+    return seconds if seconds > LONG_STEP_S else None
+
+
+def _time(job: ResolvedJob, world: World, most: int | None = None) -> Finding:
+    """The time of a run, estimated from a few micro-batches, of `most` images, that are run as separate steps."""
     chosen, data = build_data(job, world)
-    micro, ranks, steps = job.micro_batch(job.launcher.world_size), job.launcher.world_size, data.plan
+    whole, ranks, steps = job.micro_batch(job.launcher.world_size), job.launcher.world_size, data.plan
+    micro = min(whole, most or whole)
     configure_torch(job, world)
     train = replace(job.train, micro_batches=1)
     trial = replace(steps, batch=micro, micro_batches=1, total_steps=STEPS + 1)
@@ -205,13 +227,13 @@ def _time(job: ResolvedJob, world: World) -> Finding:
     # On the CPU, the ranks of a machine share its cores. On a GPU, images are read while it computes.
     on_cpu, nodes = world.device.type == "cpu", job.launcher.node_range[1]
     crowd = max(1.0, job.launcher.ranks * job.launcher.threads / cores()) if on_cpu else 1.0
-    computed, read, once = crowd * updating * job.train.passes, image * steps.batch / nodes, 0.0
+    computed, read, once = crowd * updating * whole / micro * job.train.passes, image * steps.batch / nodes, 0.0
     if data.train.images is not None:
         read = 0.0
     elif chosen.loader.decodes_once:
         read, once = 0.0, image * (len(data.train) + len(data.val))
     update = computed + read if on_cpu else max(computed, read)
-    evaluation = crowd * job.train.eval_views * _seconds_of_evaluated_image(parts) * len(data.val) / ranks
+    evaluation = crowd * job.train.eval_views * _seconds_of_evaluated_image(parts, most) * len(data.val) / ranks
     evaluation *= 1 + job.train.averages
     seconds = once + steps.total_steps * update + math.ceil(steps.total_steps / steps.eval_every) * evaluation
     text = f"the run takes about {format_duration(seconds)}: {1000 * update:,.1f} ms a step, "
@@ -223,7 +245,8 @@ def _time(job: ResolvedJob, world: World) -> Finding:
         text += f", {spent['usd']:,.2f} USD"
     short = [f"budget.{key}={most:g}" for key, most in vars(job.budget).items() if most and spent.get(key, 0) > most]
     text += f"; {' and '.join(short)} ends it before" * bool(short)
-    return Finding("time", text, Level.warning if short else Level.ok, seconds)
+    too_long = on_cpu and seconds > LONG_RUN_S
+    return Finding("time", text, Level.warning if short or too_long else Level.ok, seconds)
 
 
 def _seconds_of_step(parts: Parts) -> tuple[float, float]:
@@ -246,9 +269,9 @@ def _seconds_of_step(parts: Parts) -> tuple[float, float]:
     return sorted(reading)[len(reading) // 2], sorted(updating[1:] or updating)[(len(updating) - 1) // 2]
 
 
-def _seconds_of_evaluated_image(parts: Parts) -> float:
-    """Seconds of the second of two passes over a block of the evaluation split, for each image."""
-    images, labels = next(parts.loader.eval())
+def _seconds_of_evaluated_image(parts: Parts, most: int | None) -> float:
+    """Seconds of the second of two passes over a block of the evaluation split, for each of `most` images."""
+    images, labels = (part[:most] for part in next(parts.loader.eval()))
     parts.model.eval()
     for _ in range(2):
         began = time.perf_counter()

@@ -5,7 +5,9 @@ import hashlib
 import itertools
 import math
 import random
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,12 +40,18 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result, with a suggested fix for a problem; `amount` is the seconds or bytes reported."""
+    """A check's result, with a suggested fix for a problem.
+
+    Fields:
+        amount: the seconds or bytes reported.
+        paths: of all images that the finding is about.
+    """
 
     check: str
     text: str
     level: Level = Level.ok
     amount: float = 0.0
+    paths: tuple[str, ...] = ()
 
 
 def inspect(source: Source, seconds: float) -> Iterator[Finding]:
@@ -68,7 +76,7 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
         yield Finding(kind, f"{_columns(names, train.labels, kind)}: {counts}")
     elif not notes:
         yield Finding(kind, f"all {source.classes} have images in every split: {counts}")
-    yield _broken([*splits.values()], seconds / 2)
+    yield from _broken([*splits.values()], seconds / 2)
     yield from _repeated([image for split in reversed(splits.values()) for image in _shuffled(split)], seconds / 2)
 
 
@@ -105,29 +113,41 @@ def _look(
     return looked, f"{len(looked):,}{extent} images{' (--all looks at all)' * bool(extent)}"
 
 
-def _broken(splits: Sequence[Split], seconds: float) -> Finding:
-    """Decode files as a run does, in random order."""
+def _broken(splits: Sequence[Split], seconds: float) -> Iterator[Finding]:
+    """Decode files as a run does, in random order; a finding for each reason why some cannot be decoded."""
     images = _shuffled(*(split for split in splits if split.images is None))
     if not images:
-        return Finding("images", f"{sum(map(len, splits)):,} in memory or packed, nothing to decode")
+        yield Finding("images", f"{sum(map(len, splits)):,} in memory or packed, nothing to decode")
+        return
     looked, extent = _look(images, _failure, seconds)
-    broken = [failure for _, failure in looked if failure]
-    if not broken:
-        return Finding("images", f"{extent} can be decoded")
-    skip = max(split.skip for split in splits)
-    expected = math.ceil(len(broken) * len(images) / len(looked))
-    remedy, level = f"dataset.skip={skip} skips them", Level.warning
-    if expected > skip:
-        remedy, level = f"remove or replace them, or use dataset.skip={expected}", Level.error
-    return Finding("images", f"{len(broken):,} of {extent} broken, such as {broken[0]}; {remedy}", level)
+    failures = [failure for _, failure in looked if failure]
+    if not failures:
+        yield Finding("images", f"{extent} can be decoded")
+        return
+    damaged = sum(not failure.needs_package for failure in failures)
+    skip, expected = max(split.skip for split in splits), math.ceil(damaged * len(images) / len(looked))
+    reasons = Counter(_reason(failure) for failure in failures)
+    for reason, number in reasons.most_common():
+        alike = [failure for failure in failures if _reason(failure) == reason]
+        example, level = alike[0], Level.warning if len(failures) <= skip and expected <= skip else Level.error
+        remedy = f"; dataset.skip={skip} skips them"
+        if expected > skip:
+            remedy = f"; remove or replace them, or use dataset.skip={expected}"
+        text = f"{number:,} of {extent} broken, such as {example.failure}{remedy * (not example.needs_package)}"
+        yield Finding("images", text, level, paths=tuple(sorted(str(failure.args[1]) for failure in alike)))
 
 
-def _failure(split: Split, index: int) -> str:
+def _failure(split: Split, index: int) -> BrokenImage | None:
     try:
         split.fetch([index])
     except BrokenImage as error:
-        return error.failure
-    return ""
+        return error
+    return None
+
+
+def _reason(failure: BrokenImage) -> str:
+    """Why an image is broken, alike for files that differ in a number or a name."""
+    return re.sub(r"\d+|'[^']*'", "", str(failure.args[2]))
 
 
 def _repeated(images: Sequence[Image], seconds: float) -> Iterator[Finding]:

@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from lockstep.core.world import World
-from lockstep.diagnostics.inspection import Finding
+from lockstep.data.datasets.files import FileSource
+from lockstep.diagnostics.inspection import Finding, Level
 from lockstep.diagnostics.verdict import WORTH, takes_channels_last
 from lockstep.models.nets import sketch
+from lockstep.models.zoo import Timm
 from lockstep.precision import BF16, FP32
 from lockstep.runtime import host
 from lockstep.runtime.host import cores
-from lockstep.training.dry_run import stopwatch, trial
+from lockstep.training.dry_run import stopwatch, training_rate, trial
 from lockstep.training.resolved_job import ResolvedJob, larger_batch
 
 T = TypeVar("T")
+SMALL_MODEL = "mobilenetv3_small_100"  # of timm: 0.06 GMACs at 224 pixels, with published weights
 OTHERS_S = 5.0  # the most that trying other settings takes
 TURNS = 5  # how many steps of each setting are timed
 
@@ -37,6 +40,19 @@ def other_settings(job: ResolvedJob, world: World) -> Finding:
     elif faster:
         text = f"{', '.join(faster)} the images per second in {TURNS} turns (another batch or precision: another run)"
     return Finding("speed", text)
+
+
+def lighter_work(job: ResolvedJob, world: World) -> Finding:
+    """Which smaller input or model suits a CPU that a step of the job keeps long, by steps of few blank images."""
+    others = {f"model={SMALL_MODEL}": replace(job, model=Timm(name=SMALL_MODEL))}
+    if isinstance(job.dataset, FileSource) and (side := job.dataset.enlarged_side()) is not None:
+        source = replace(job.dataset, input_size=side, decode_size=side)
+        others[f"dataset.input_size={side} dataset.decode_size={side}"] = replace(job, dataset=source)
+    rates = {name: training_rate(other, world) for name, other in {"": job, **others}.items()}
+    now = rates.pop("")
+    shown = [f"{name} {rate / now:.0f}x" for name, rate in rates.items() if rate is not None and now is not None]
+    text = f"the steps take long on this CPU: {', '.join(shown)} the images per second (another run), or a GPU"
+    return Finding("speed", text, Level.warning)
 
 
 def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int) -> dict[str, ResolvedJob]:

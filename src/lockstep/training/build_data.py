@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.core.data_protocols import Crop, ImageReader, LoaderContext, Split
+from lockstep.core.model_card import CLASSES
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import read_once
@@ -16,6 +17,8 @@ from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.host import GB
 from lockstep.training.resolved_job import ResolvedJob, check_same_data, fingerprint, plan_of
+
+UNEQUAL = 10  # times as many images of the largest class as of the smallest are worth a note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,3 +208,20 @@ def _mixing(job: ResolvedJob, plan: Plan) -> dict[str, Any]:
         "erase": Erase(train.erase, train.erase_mode) if train.erase else None,
         "mix": mix if train.mixup or train.cutmix else None,
     }
+
+
+def balance_note(job: ResolvedJob, labels: Tensor) -> list[str]:
+    """A sentence if some classes have many times the training images of others, and nothing makes up for it."""
+    is_weighed = job.train.sampling != "shuffled" or job.loss.balanced or job.loss.class_weights is not None
+    if job.task.targets != CLASSES or is_weighed:
+        return []
+    counts = labels[labels >= 0].bincount(minlength=job.dataset.classes)
+    seen = counts.where(counts > 0, counts.max())
+    if seen.min() * UNEQUAL > counts.max():
+        return []
+    rarest = int(seen.argmin())
+    name = job.dataset.class_names[rarest] if job.dataset.class_names else f"class {rarest}"
+    return [
+        f"{name} has {counts[rarest]:,} of {len(labels):,} images to train on, the largest class {counts.max():,}: "
+        "train.sampling=balanced or loss.balanced=true has each class count alike"
+    ]

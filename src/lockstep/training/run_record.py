@@ -31,7 +31,7 @@ from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.hardware_watch import rates
 from lockstep.training import banner
-from lockstep.training.build_data import TrainingData
+from lockstep.training.build_data import TrainingData, balance_note
 from lockstep.training.evidence import Evidence
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import Progress, TrainState
@@ -66,7 +66,7 @@ class RunRecord:
     def _notes(self, job: ResolvedJob, data: TrainingData, state: TrainState) -> list[str]:
         """Sentences about the limits of equal runs for this job, and about its speed on this machine."""
         notes = job.dataset.notes() + job.strategy.notes(state.model, self.world, data.plan) + state.notes
-        notes += job.metric_notes()
+        notes += [*job.metric_notes(), *balance_note(job, data.train.labels)]
         on_cpu = self.world.device.type == "cpu"
         if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():
             notes.append(

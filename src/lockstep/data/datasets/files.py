@@ -2,8 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -24,6 +26,8 @@ from lockstep.data.datasets.sizes import AUTO, USUAL_SEEN, USUAL_STORED, PhotoSo
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import class_notes, lists_note
 
+LOOKED_AT = 9  # files by which the usual size is told
+SMALLEST_INPUT = 32  # pixels; the networks of the libraries take no smaller input
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # The files of each split by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
 LISTINGS: dict[Hashable, dict[str, Files]] = {}
@@ -259,7 +263,28 @@ class FileSource(PhotoSource, CutSource):
             *dict.fromkeys(note for files in splits.values() for note in files.notes),
             *limit,
             *lists_note(self.class_names, self.targets, self.label_separator),
+            *self._enlarged_note(),
             *class_notes(self.class_names, labels, self.targets),
+        ]
+
+    def enlarged_side(self) -> int | None:
+        """The side of the input, in pixels, that suits files that are much smaller than it; None if they are not."""
+        split = self.train()
+        some, seen = range(0, len(split), max(1, len(split) // LOOKED_AT)), list[int]()
+        for index in [*some][:LOOKED_AT]:
+            with suppress(Exception):  # a broken file is told where it is read
+                file = split.read(index)
+                seen.append(min(file.height, file.width))
+        side = max(SMALLEST_INPUT, median_low(seen)) if seen else 0
+        return side if 0 < side <= min(self.input_shape[1:]) / 2 else None
+
+    def _enlarged_note(self) -> list[str]:
+        if (side := self.enlarged_side()) is None:
+            return []
+        size = min(self.input_shape[1:])
+        return [
+            f"the files are at most about {side} pixels high or wide, and are enlarged to {size}: "
+            f"dataset.input_size={side} dataset.decode_size={side} is {(size / side) ** 2:.0f} times less work"
         ]
 
     @property

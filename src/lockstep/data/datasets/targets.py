@@ -23,6 +23,7 @@ LIST = re.compile(r"""\[.*\]|\(\s*['"].*\)|\{(\s*['"][^:]*)?\}|\(\)|set\(\)""", 
 IN_LIST = re.compile(r"""\s*('[^']*'|"(?:[^"\\]|\\.)*"|[^,]+)""")
 LARGEST_VALUE = 3e38  # a value in float32
 CLASSES_NAMED = 5  # the most classes that a note names
+FEW_EVALUATED = 8  # images; with fewer, each is over 12 % of a score
 SEPARATOR = Check(
     "from 1 to 10 characters in one line",
     lambda value: isinstance(value, str) and 1 <= len(value) <= 10 and is_one_line(value),
@@ -205,6 +206,9 @@ def class_notes(names: Sequence[str], splits: Mapping[str, Tensor], targets: str
             notes.append(
                 f"{len(missing)} of {len(names)} {what} have no image in the {split} split, so {effect}: {few}"
             )
+        if name == "val" and len(labels) < FEW_EVALUATED:
+            number = f"{len(labels)} image{'s' * (len(labels) != 1)}"
+            notes.append(f"the {split} split has {number}, so a score says little; more to evaluate say more")
         if what == LABELS and (bare := int((labels.sum(1) == 0).sum())):
             notes.append(f"{bare:,} of {len(labels):,} images of the {split} split have no label")
     return notes
