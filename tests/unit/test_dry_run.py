@@ -1,5 +1,6 @@
 """Trials before a run: their results, what fits into memory, and that they do not change the run."""
 
+import gc
 import re
 import resource
 import sys
@@ -13,13 +14,15 @@ import yaml
 from PIL import Image
 
 from helpers import losses, resolved, train_here
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.models import zoo
 from lockstep.optim import AdamW
 from lockstep.runtime.host import GB
-from lockstep.training import averages, dry_run
+from lockstep.training import averages, dry_run, train_step
 from lockstep.training.dry_run import choose_micro_batches, dry_run_step, fits, oom_advice, training_rate
+from lockstep.training.resolved_job import plan_of
+from lockstep.training.train_state import build_state
 from thread_ranks import ThreadRanks
 
 
@@ -189,4 +192,35 @@ def test_a_rank_that_ran_out_of_memory_is_told_what_fits(
     job = resolved("batch=130", "train.micro_batches=2", "train.eval_batch=100", "device=cpu", "launcher.ranks=1")
     with pytest.raises(MemoryError) as caught:
         place()
-    assert re.search(sentence, str(oom_advice(caught.value, job, WORLD, 7)))
+    state = build_state(job, WORLD, plan_of(job, 1442), lambda number: torch.zeros(number, *job.train_shape))
+    assert re.search(sentence, str(oom_advice(caught.value, job, WORLD, state, 7)))
+
+
+def test_a_run_that_ran_out_of_memory_makes_room_for_the_trial_of_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, most = 7 * 13 * 13, list[int]()  # of the weights, which no other tensor has
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) and one.numel() == numbers for one in gc.get_objects())
+
+    def fits(*_: Any, **options: Any) -> bool:
+        most.append(tensors())
+        return True
+
+    def train(self: train_step.TrainStep, shard: Any, **options: Any) -> None:
+        if shard.step == 2:
+            most.append(tensors())
+            raise MemoryError
+        return whole(self, shard, **options)
+
+    whole = train_step.TrainStep.update
+    monkeypatch.setattr(train_step.TrainStep, "update", train)
+    monkeypatch.setattr(dry_run, "fits", fits)
+    job = ("model=linear", "dataset=fake", "dataset.size=13", "dataset.channels=1", "dataset.classes=7", "batch=8")
+    with pytest.raises(LockstepError, match=r"train\.micro_batches=2 fits"):
+        train_here(tmp_path / "run", *job, "train.ema=0.9", "optimizer=adamw", "steps=3", "schedule=constant")
+    before, after = most
+    assert before >= 4, "the weights, their average, and two of the optimizer"
+    assert after == 0

@@ -18,13 +18,21 @@ import torch
 
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.model import is_sharded
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory, is_out_of_memory, keep_freed_memory
 from lockstep.strategy.base import Single
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob, card_of, step_settings
-from lockstep.training.train_state import blank_labels, build_loss, build_state, ready_task, without_start
+from lockstep.training.train_state import (
+    TrainState,
+    blank_labels,
+    build_loss,
+    build_state,
+    ready_task,
+    without_start,
+)
 from lockstep.training.train_step import TrainStep
 
 T = TypeVar("T")
@@ -161,8 +169,22 @@ def choose_micro_batches(job: ResolvedJob, world: World, *, held_gb: float) -> i
     return max(needed)
 
 
-def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) -> LockstepError:
-    """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit."""
+def release(state: TrainState) -> None:
+    """Free the memory of the state of a run that has ended, because a trial needs as much."""
+    for module in filter(None, (state.model, state.ema)):
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.grad = None
+            if not is_sharded(tensor):
+                tensor.data = tensor.data.new_empty(0)
+    for owner in filter(None, (state.optimizer, state.ema)):
+        vars(owner).clear()  # also their lists of tensors that share this memory
+
+
+def oom_advice(error: BaseException, job: ResolvedJob, world: World, state: TrainState, step: int) -> LockstepError:
+    """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit.
+
+    Nothing can be done with `state` after it.
+    """
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
         fewer = max(1, job.train.eval_batch // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
@@ -174,6 +196,7 @@ def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) 
             "as it is, and more ranks have smaller parts of the model"
         )
     traceback.clear_frames(error.__traceback__)  # they hold the activations
+    release(state)
     gc.collect()
     keep_freed_memory(world, keep=False)
     examples = job.micro_batch(world.size)
