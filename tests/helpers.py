@@ -266,7 +266,7 @@ def forks_of(python: str) -> Forks:
     commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweeps.sweepers", "lockstep.cli.main")
     commands += ("lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.sweeps.pool")
     commands += ("lockstep.optim.schedule",)
-    # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
+    # An optimizer wants `torch._dynamo`. The libraries come with a metric, a log in TensorBoard, and a folder of images.
     scores = ("sklearn.metrics", "scipy.special", "scipy.stats")
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
     # Every command imports Hydra's plugins, and a fork that calls a function of a test file imports pytest.
@@ -274,8 +274,8 @@ def forks_of(python: str) -> Forks:
     hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
     plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
     images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")
-    others = ("timm", "torch._dynamo", "torchvision", *scores, *images, *written, "pytest")
-    return Forks(*commands, *plugins, *others, python=python)
+    libraries = ("timm", "torch._dynamo", "torchvision", *scores, *images, *written, "pytest")
+    return Forks(*commands, *plugins, *libraries, python=python)
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:

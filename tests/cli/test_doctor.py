@@ -163,7 +163,7 @@ def test_what_a_person_would_warn_of_is_told(photos: Path) -> None:
 def test_of_a_step_that_takes_long_a_few_images_are_tried_and_lighter_work_is_named(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examination, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(examination, "LONG_CPU_STEP_S", 0.0)
     monkeypatch.setattr(examination, "micro_batches_that_fit", None)  # is not called
     findings = of_photos(photos, "dataset.decode_size=64", "batch=12").findings
     texts = {item.check: item.text for item in findings}

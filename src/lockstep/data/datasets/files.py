@@ -263,8 +263,8 @@ class FileSource(PhotoSource, CutSource):
             *dict.fromkeys(note for files in splits.values() for note in files.notes),
             *limit,
             *lists_note(self.class_names, self.targets, self.label_separator),
-            *self._enlarged_note(),
             *class_notes(self.class_names, labels, self.targets),
+            *self._enlarged_note(),
         ]
 
     def enlarged_side(self) -> int | None:
