@@ -39,10 +39,9 @@ ANNOTATED = {"tags": ["a", "b"], "run_group": "paper", "notes": "why this run"}
 
 def run_info(folder: Path, *, run: str = "one", step: int = 0, **hyperparameters: str | float) -> RunInfo:
     run_dir = RunDir.at(folder / "run")
-    run_dir.write_summary(run=run)
     config = {"output_root": str(folder), **ANNOTATED, "tags": ["a", "b"] if step == 0 else ["c"]}
     steps: dict[str, Any] = {"plan": None, "step": step, "after": step}  # they need no plan
-    return RunInfo(run_dir=run_dir, config=config, hyperparameters=hyperparameters, **steps)
+    return RunInfo(run_dir=run_dir, config=config, hyperparameters=hyperparameters, id=run, **steps)
 
 
 def stored(folder: Path) -> list[Any]:

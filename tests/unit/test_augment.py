@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from lockstep.core.data_protocols import Augment
 from lockstep.core.errors import InputError
-from lockstep.core.model_card import INTERPOLATIONS
+from lockstep.core.fields import INTERPOLATIONS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.transforms.augment import CropFlip, NoAugment

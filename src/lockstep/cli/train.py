@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import Any
 
 import hydra
+from hydra.main import get_args_parser
 from omegaconf import DictConfig
 
 from lockstep.config import command_line, composition, extensions
@@ -36,7 +37,7 @@ def train_command(packages: Sequence[str] = ()) -> None:
         extensions.use(packages)
         sys.argv[1:] = with_words_of_sweep(composition.typed_words(sys.argv[1:]))
         if not command_line.answered(sys.argv):
-            command_line.check_flags(sys.argv[1:])
+            command_line.check_flags(sys.argv[1:], get_args_parser())
             check_launched()
             with own_hydra():
                 train()

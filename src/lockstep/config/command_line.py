@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hydra.main import get_args_parser
-
 from lockstep.config.commands import key_of, program_name
 from lockstep.config.options import TORCHVISION, tagged_names
 from lockstep.core.errors import InputError, did_you_mean
@@ -65,9 +63,9 @@ class Parser(argparse.ArgumentParser):
         return ""
 
 
-def check_flags(words: Sequence[str]) -> None:
-    """Refuse a flag that Hydra does not have: usually a key in the style of other programs, `--epochs 5`."""
-    flags, rest = Parser(parents=[get_args_parser()], add_help=False).parse_known_args(list(words))
+def check_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse a flag that Hydra's parser does not have: usually a key as other programs take it, `--epochs 5`."""
+    flags, rest = Parser(parents=[parser], add_help=False).parse_known_args(list(words))
     if flags.experimental_rerun is not None:
         raise InputError(
             f"--experimental-rerun: {flags.experimental_rerun!r} may have a pickle or settings of Hydra "

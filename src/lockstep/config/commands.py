@@ -1,18 +1,13 @@
 """The words of the user's command, and commands in messages, quoted so that the user can paste them into a shell."""
 
-import itertools
 import json
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString
-from hydra.errors import HydraException
 
 from lockstep.config.roles import role_of
 from lockstep.config.schema import GROUPS, MANY, RECIPES, Job
@@ -53,6 +48,8 @@ def override(key: str, value: object) -> str:
     plain = f"{key}={text}"
     if not SPECIAL.intersection(text) and parsed(plain) == text:  # to parse it takes 10 ms in a new process
         return plain
+    from hydra.core.override_parser.types import Quote, QuotedString  # takes 0.1 s, and `lockstep --help` needs none
+
     quote = Quote.single if '"' in text else Quote.double  # a shell's own quotes are usually single ones
     return f"{key}={QuotedString(text, quote).with_quotes()}"
 
@@ -105,6 +102,9 @@ def with_starts(words: Iterable[str], starts: Mapping[str, str]) -> list[str]:
 
 def parsed(word: str) -> object:
     """The value that Hydra reads from an override; None if Hydra cannot parse it or reads several values."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # as above
+    from hydra.errors import HydraException
+
     try:
         read = OverridesParser.create().parse_override(word)
     except HydraException:
@@ -155,9 +155,10 @@ def refusal(*values: tuple[str, str, object, object]) -> str:
 
 def check_word(text: str) -> None:
     """Refuse a word of the command line that would move what a job writes, or that no file can have."""
+    value = text.partition("=")[2]
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
         raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; remove it")
-    if "=" in text and key_of(text) in ("hydra.job", "hydra.job.chdir") and parsed(text) is not False:
+    if "=" in text and key_of(text) in ("hydra.job", "hydra.job.chdir") and value.strip().lower() != "false":
         raise InputError(f"{shown(text)}: a job stays in the folder of its command; remove hydra.job.chdir")
     if not text.isascii() and text.encode(errors="replace").decode() != text:
         raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
@@ -185,29 +186,3 @@ def resume_command(run_dir: RunDir, job: Job, *overrides: str) -> str:
     with suppress(UnreadableFile):
         words = repeated_words(read_text(run_dir.command), keys)
     return shell_command([*words, override("resume", relative(run_dir.path)), *overrides])
-
-
-def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:
-    """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
-
-    Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
-    With Hydra's config `loader`, `glob(...)` is read too. Raises HydraException if a word cannot be read; InputError
-    if there is an interval, and no search.
-    """
-    values: list[tuple[str, list[str]]] = []
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):
-        key, value = override.get_key_element(), override.value()
-        if not override.is_sweep_override():
-            choices = [str(override.input_line)]
-        elif not isinstance(value, IntervalSweep):
-            choices = [f"{key}={text}" for text in override.sweep_string_iterator()]
-        elif searches:
-            choices = [f"{key}={end}" for end in (value.start, value.end)]
-        else:
-            raise InputError(
-                f"{override.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
-                "values with commas"
-            )
-        adds = override.is_list_extend() or any(word.partition("=")[2].startswith("{") for word in choices)
-        values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
-    return [list(job) for job in itertools.product(*(choices for _, choices in values))]

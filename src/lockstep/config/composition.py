@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -131,6 +133,32 @@ def check_hydra_overrides(overrides: Iterable[object], *, sweep: bool) -> None:
         elif not key.startswith(f"hydra.{ignored}."):
             continue
         raise InputError(f"{text} has no effect {'with' if sweep else 'without'} -m; {remedy}")
+
+
+def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:
+    """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
+
+    Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
+    With Hydra's config `loader`, `glob(...)` is read too. Raises HydraException if a word cannot be read; InputError
+    if there is an interval, and no search.
+    """
+    values: list[tuple[str, list[str]]] = []
+    for word in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):
+        key, value = word.get_key_element(), word.value()
+        if not word.is_sweep_override():
+            choices = [str(word.input_line)]
+        elif not isinstance(value, IntervalSweep):
+            choices = [f"{key}={text}" for text in word.sweep_string_iterator()]
+        elif searches:
+            choices = [f"{key}={end}" for end in (value.start, value.end)]
+        else:
+            raise InputError(
+                f"{word.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
+                "values with commas"
+            )
+        adds = word.is_list_extend() or any(text.partition("=")[2].startswith("{") for text in choices)
+        values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
+    return [list(job) for job in itertools.product(*(choices for _, choices in values))]
 
 
 def of_sweep(composed: DictConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.fields import (
     FOLDER,
+    INTERPOLATIONS,
     MOST_STEPS,
     ROLE,
     TEXT,
@@ -25,7 +26,6 @@ from lockstep.core.fields import (
     sides,
     with_role,
 )
-from lockstep.core.model_card import INTERPOLATIONS
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source

@@ -26,6 +26,8 @@ OPTION_VALUES = 1000  # in a mapping for a constructor of a library
 MOST_STEPS = 10**9
 # The longest time, in seconds. The timeout of a socket is in milliseconds and has 31 bits, which end at 596 hours.
 LONGEST_S = 500 * 3600.0
+# How images can be resized, always with antialiasing; the first is the default.
+INTERPOLATIONS = ("bilinear", "bicubic")
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")

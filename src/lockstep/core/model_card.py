@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.core.centre import Size, evaluated_size
 from lockstep.core.errors import as_unicode, shown
-from lockstep.core.fields import TEXT, Check, Number, choice, rule_of, ruled
+from lockstep.core.fields import INTERPOLATIONS, TEXT, Check, Number, choice, rule_of, ruled
 from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.safe_read import MB, checked
 
@@ -19,8 +19,6 @@ METADATA_KEY = "lockstep"
 FORMAT = 1
 MOST_CHARACTERS = 16 * MB  # characters of the text, nearly all of which are names of classes
 NAMES_LIMIT = 15 * MB  # characters of these names, as JSON
-# How images can be resized, always with antialiasing; the first is the default.
-INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]
 # How a file becomes a stored image: its centre, all of it with a frame, or all of it with another aspect ratio.
 FITS = ("crop", "pad", "squash")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from lockstep.core.fields import Component
-from lockstep.core.run import Run
 
 if TYPE_CHECKING:  # importing the package must be fast
     from torch import Tensor, nn
@@ -42,6 +41,7 @@ class RunInfo:
         tags: the tags of what its evaluations, its task and its loggers log; a metric that has a score for each class
             is one tag.
         model: the model on main, which has only a part of the weights where the strategy cuts them.
+        id: what no other run has, and a resume keeps, wherever the folder is.
         log: logs a number under one of the `figures` of a logger. In `Observer.write` it joins the figures that are
             written, in `Observer.evaluated` the figures of the evaluation; otherwise it is written with the next
             figures, or before the next checkpoint.
@@ -55,17 +55,13 @@ class RunInfo:
     hyperparameters: Mapping[str, str | float]
     tags: Sequence[str] = ()
     model: nn.Module | None = None
+    id: str = ""
     log: Callable[[str, float], None] = lambda name, value: None
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return self.run_dir.path
-
-    @property
-    def id(self) -> str:
-        """What no other run has, and a resume keeps, wherever the folder is."""
-        return Run(self.folder).id or ""
 
     @property
     def name(self) -> str:

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import components, composition
-from lockstep.config.commands import jobs_of, shell_command
-from lockstep.config.composition import check_hydra_overrides
+from lockstep.config.commands import shell_command
+from lockstep.config.composition import check_hydra_overrides, jobs_of
 from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.messages import translate
 from lockstep.config.roles import values_with

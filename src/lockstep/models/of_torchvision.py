@@ -7,9 +7,9 @@ from torch import nn
 
 from lockstep.config.options import TORCHVISION, models_of, option, tagged_names
 from lockstep.core.errors import InputError, did_you_mean, reason_of
-from lockstep.core.fields import TEXT, choice, in_config, mapping, ruled
+from lockstep.core.fields import INTERPOLATIONS, TEXT, choice, in_config, mapping, ruled
 from lockstep.core.model import Convolution, head_layers
-from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
+from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.models.nets import Network
 from lockstep.models.zoo import built, cached_file, unreachable
 

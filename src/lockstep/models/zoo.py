@@ -16,9 +16,9 @@ from torch import nn
 
 from lockstep.config.options import TIMM, model_of, models_of, option
 from lockstep.core.errors import InputError, did_you_mean, reason_of
-from lockstep.core.fields import TEXT, choice, in_config, mapping, ranged, ruled
+from lockstep.core.fields import INTERPOLATIONS, TEXT, choice, in_config, mapping, ranged, ruled
 from lockstep.core.model import forward_on_meta
-from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
+from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.models.nets import Network
 
 REACH_S = 5.0  # how long the network may take to answer

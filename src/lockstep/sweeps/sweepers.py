@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.commands import jobs_of
+from lockstep.config.composition import jobs_of
 from lockstep.config.roles import is_sample
 from lockstep.core import log
 from lockstep.core.errors import InputError, check_installed, reason_of

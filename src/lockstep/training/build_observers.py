@@ -238,15 +238,17 @@ def _observe(
     loggers = sorted(job.logger.values(), key=lambda logger: not logger.figures)
     evaluated = tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0))
     tags = [*evaluated, *figures_of(job.task), *observers.names]
+    record = Run(run_dir.path)
     run = RunInfo(
         run_dir=run_dir,
         plan=plan,
         step=progress.step,
         after=progress.after,
         config=components.plain(job),
-        hyperparameters=hyperparameters(job, world, Run(run_dir.path).swept),
+        hyperparameters=hyperparameters(job, world, record.swept),
         tags=tags,
         model=state.model,
+        id=record.id or "",
         log=observers.log,
     )
     own: list[Observer] = []
