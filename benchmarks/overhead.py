@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.config import components, composition
-from lockstep.core import log
+from lockstep.core import console
 from lockstep.core.world import World
 from lockstep.training import experiment
 from measure import Rows, in_turns, parser, scaled, show, write
@@ -279,7 +279,7 @@ def lockstep(name: str, *overrides: str) -> Epoch:
                 if len(times) == 2 * STEPS + 2:
                     times[-1] = ended()
 
-            with log.console.capture():
+            with console.terminal.capture():
                 experiment.run(job, run, World.solo(), heartbeat=heartbeat)
             return times[2 * STEPS + 1] - times[STEPS]
 

@@ -113,11 +113,11 @@ def stages(model: str, size: int, folder: Path, *words: str) -> Iterator[tuple[s
 
 def cover(family: str) -> dict[str, Any]:
     """What works for the smallest model of a family, in this process."""
-    from lockstep.core import log
+    from lockstep.core import console
     from lockstep.core.errors import InputError
     from lockstep.models.zoo import network_options
 
-    log.console.quiet = True
+    console.terminal.quiet = True
     model, parameters = smallest(family)
     words = [f"+model.options.depth={BLOCKS}"] * (parameters > LARGE and "depth" in network_options(model))
     row: dict[str, Any] = {"family": family, "model": model, "parameters": parameters, "options": words}

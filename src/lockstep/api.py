@@ -122,9 +122,9 @@ def train(
     sleep_soon()
     from lockstep.config import composition
     from lockstep.config import extensions as known
+    from lockstep.core.console import quiet
     from lockstep.core.figures import read_figures
     from lockstep.core.locks import Lock
-    from lockstep.core.log import quiet
     from lockstep.core.run import Run
     from lockstep.core.safe_write import absent, remove_empty, storing
     from lockstep.job.prepare import create_run

@@ -61,6 +61,14 @@ def test_the_command_alone_shows_its_help_and_its_version() -> None:
     assert command(*lockstep, "--version").out == f"lockstep {metadata.version('lockstep')}\n"
 
 
+def test_the_list_of_commands_waits_for_no_hydra_and_the_config_for_no_rich() -> None:
+    commands = command(sys.executable, "-X", "importtime", "-m", "lockstep", "--help")
+    assert not {"hydra", "omegaconf", "rich", "psutil", "torch"} & imported(commands)
+    config = command(sys.executable, "-X", "importtime", "train.py", "--cfg", "job")
+    assert config.code == 0
+    assert not {"rich", "numpy"} & imported(config)
+
+
 def test_help_does_not_wait_for_torch(shown: Done) -> None:
     assert "hydra" in imported(shown)
     assert not {"torch", "torchvision", "timm", "numpy"} & imported(shown)

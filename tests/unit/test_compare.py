@@ -24,7 +24,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lockstep.config import components
 from lockstep.config.options import value_text
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.observer import RunInfo
@@ -167,7 +167,7 @@ def test_all_scores_that_are_shown_as_the_best_are_bold(
 ) -> None:
     sweep(tmp_path, {(f"batch={2**number}",): score for number, score in enumerate(scores)})
     printed: list[Any] = []
-    monkeypatch.setattr(log.console, "print", lambda line, **_: printed.append(line))
+    monkeypatch.setattr(console.terminal, "print", lambda line, **_: printed.append(line))
     for show in (
         lambda: compare([str(tmp_path)], by=[], sort=None, form=form),
         lambda: runs(str(tmp_path), sort="score", filters=[], form=form),
@@ -329,9 +329,10 @@ auto & 81.00 $\pm$ 1.41 & \textbf{1.125 $\pm$ 0.1768} & 2 done \\
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
     file = io.StringIO()
-    terminal = log.Terminal(width=width, file=file, color_system="standard", highlight=False)
+    terminal = console.Terminal(width=width, file=file, color_system="standard", highlight=False)
     monkeypatch.setattr(log, "has_terminal", lambda stream="stdout": True)
-    monkeypatch.setattr(log, "console", terminal)
+    monkeypatch.setattr(console, "terminal", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
     return file
 
 

@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
 from lockstep.telemetry import display as shown
@@ -42,8 +41,9 @@ class Screenful(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 120) -> Screenful:
     """A terminal that records its output."""
     screen = Screenful()
-    console = Console(file=screen, force_terminal=True, highlight=False, width=width, color_system="standard")
-    monkeypatch.setattr(log, "console", console)
+    terminal = console.Terminal(file=screen, highlight=False, width=width, color_system="standard")
+    monkeypatch.setattr(console, "terminal", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr(sys, "stdout", screen)
     return screen
 
@@ -167,7 +167,7 @@ def test_other_ranks_show_nothing_and_a_pipe_gets_lines(
     assert type(nothing) is Display
     nothing.evaluated(1, SCORES, WINDOW, best=True)
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(log, "console", Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(console, "terminal", console.Terminal(file=io.StringIO()))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     lines = display(PLAN, left(0), Monitor(), is_main=True)
     lines.close()
@@ -178,13 +178,13 @@ def test_other_ranks_show_nothing_and_a_pipe_gets_lines(
 def test_other_commands_have_the_bar_of_training(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     terminal(monkeypatch, width)
     work = Work("evaluating", 5000)
-    assert work.with_bar(log.console).plain.endswith("evaluating     0/5,000  left ?")
+    assert work.with_bar(console.terminal).plain.endswith("evaluating     0/5,000  left ?")
     work.began -= 10
     work.advance(1250)
-    line = work.with_bar(log.console)
+    line = work.with_bar(console.terminal)
     assert line.plain.endswith("evaluating 1,250/5,000  left 0:30")
     assert line.plain.count("━") == (6 if width > 24 else 0)
-    assert Work("exporting", None).with_bar(log.console).plain == "exporting 0:00"
+    assert Work("exporting", None).with_bar(console.terminal).plain == "exporting 0:00"
 
 
 def test_a_command_shows_its_bar_on_a_terminal_and_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.table import Table
 
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.errors import (
     BY_EXIT_CODE,
     BrokenImage,
@@ -100,7 +101,7 @@ def test_no_name_steers_the_terminal_or_a_log(run: RunDir, capsys: pytest.Captur
         log.say(HOSTILE)
         log.warn(f"two\n{HOSTILE}")
         log.logger.error("rank 0: %s", HOSTILE)
-        log.console.print(table, width=200)
+        console.terminal.print(table, width=200)
     program.say(InputError(HOSTILE))
     program.say(RankFailed(HOSTILE, f"Traceback\n{HOSTILE}"))
     shown = capsys.readouterr()
@@ -113,7 +114,7 @@ def test_no_name_steers_the_terminal_or_a_log(run: RunDir, capsys: pytest.Captur
 def test_a_program_without_a_standard_output_says_nothing_and_goes_on() -> None:
     with contextlib.redirect_stdout(None):
         log.say("nobody sees this")
-        log.console.file.flush()
+        console.terminal.file.flush()
 
 
 @pytest.mark.parametrize("columns", ["x", "1"])
@@ -130,7 +131,7 @@ def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
 def test_a_narrow_terminal_hides_no_column(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     file = io.StringIO()
     monkeypatch.setattr(log, "has_terminal", lambda stream="stdout": True)
-    monkeypatch.setattr(log, "console", log.Terminal(width=width, file=file))
+    monkeypatch.setattr(console, "terminal", console.Terminal(width=width, file=file))
     row = {"likely cause": "seed", "score": "20.85", "done": "1", "not done": "2 failed", "to the best": "+0.5"}
     show_table([Column(head, [cell]) for head, cell in row.items()])
     for cell in ("likely", "cause", "score", "best", "2 failed", "+0.5"):
@@ -182,12 +183,12 @@ def test_a_name_is_one_line_wherever_it_is_shown(control: str, capsys: pytest.Ca
         expected = "cat\\udc80lockstep: forged"
     table = Table("class")
     table.add_row(name)
-    outputs = (lambda: log.console.print(name), lambda: log.show(name), lambda: log.say(name), lambda: log.warn(name))
-    for show in (*outputs, lambda: log.say_row("data", name), lambda: log.say_command("type", name)):
-        show()
+    with_labels = (partial(show, "data") for show in (log.say_row, log.say_command))
+    for show in (console.terminal.print, log.show, log.say, log.warn, *with_labels):
+        show(name)
         (line,) = capsys.readouterr().out.splitlines()
         assert line.endswith(expected), line
-    log.console.print(table)
+    console.terminal.print(table)
     assert [expected in line for line in capsys.readouterr().out.splitlines()].count(True) == 1
     for error in (*(cls(name) for cls in BY_EXIT_CODE.values()), RankFailed(name), as_known(ValueError(name))):
         program.say(error)

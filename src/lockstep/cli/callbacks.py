@@ -24,7 +24,6 @@ from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import absent, check_names, remove_empty
 from lockstep.core.terminal import impatient
 from lockstep.runtime import program
-from lockstep.telemetry.progress import loading
 
 if TYPE_CHECKING:
     from lockstep.job.slurm import Submission
@@ -39,13 +38,14 @@ def submit_all(submissions: Sequence[Submission], folder: Path | None = None) ->
     """
     if not submissions:
         return
+    from lockstep.core import console
     from lockstep.job.slurm import preview, submit  # few jobs are for a cluster
     from lockstep.records.ledger import record_of
 
     for launcher, same in groupby(submissions, key=lambda submission: submission.launcher):
         if launcher.dry_run:
             for line in preview([*same], folder).splitlines():
-                log.console.print(line, soft_wrap=True)
+                console.terminal.print(line, soft_wrap=True)
             continue
         for number, path in submit([*same], folder):
             if entry := record_of(path):
@@ -88,6 +88,7 @@ class SweepCallbacks(Callback):
                     raise InputError(f"{by} would run the whole sweep in each rank; type {line} instead")
         from lockstep.records.ledger import JOBS  # imported late: most commands are one job
         from lockstep.sweeps.line import FILES, choose_folder, remove_refused
+        from lockstep.telemetry.progress import loading
 
         folder = Path(config.hydra.sweep.dir).absolute()
         new = absent(*(folder / name for name in (*FILES, JOBS)))

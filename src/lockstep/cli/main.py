@@ -58,7 +58,6 @@ def complete() -> None:
 def run_command() -> None:
     from lockstep.core.safe_read import unusable_paths
     from lockstep.runtime import program
-    from lockstep.telemetry.progress import loading
 
     with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors(), unusable_paths():
         options = arguments()
@@ -66,6 +65,8 @@ def run_command() -> None:
         if options.command in ("demo", "watch"):
             check_installed("uvicorn", f"lockstep {options.command}", extra="demo")
         function = options.command.replace("-", "_")
+        from lockstep.telemetry.progress import loading
+
         with loading():
             if options.command != "new":
                 configure_native_threads()  # the others import torch

@@ -1,7 +1,4 @@
-"""The training command: compose the config of a job, or of each job of a sweep, and have it prepared and launched.
-
-`train.py` of a checkout, `lockstep train` and a project's own `train.py` all call `main`.
-"""
+"""The training command: compose the config of a job, or of each job of a sweep, and have it prepared and launched."""
 
 import gc
 import os
@@ -23,7 +20,6 @@ from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.job.resume import decide_resume, with_words_of_sweep
 from lockstep.runtime import program
-from lockstep.telemetry.progress import loading
 
 
 def train_command(packages: Sequence[str] = ()) -> None:
@@ -54,9 +50,11 @@ class Training:
             resume = None if is_launched() else decide_resume(values, invocation)
             if resume is None or resume.has_several_machines:
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks of lost ranks
+            from lockstep.telemetry.progress import loading  # the border: --help and --cfg job have no rich, no torch
+
             with loading():
                 configure_native_threads()
-                from lockstep.cli import run  # the border: above is no torch, for --help, --cfg job
+                from lockstep.cli import run
             if resume is not None:
                 return run.run_job(resume, lock)
             return run.follow() if follows() else run.lead(values, invocation, lock)

@@ -1,63 +1,32 @@
 """The terminal and the log files: `train.log` of main, `logs/rank*.log` of each rank."""
 
+from __future__ import annotations
+
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
-
-from rich.console import Console
-from rich.text import Text
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import Interrupted, LockstepError, escaped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
-from lockstep.core.terminal import fill, impatient, standard
+from lockstep.core.terminal import fill, impatient, width
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
 logger.addHandler(logging.NullHandler())
 
 
-class Terminal(Console):
-    """A console that shows every text literally, in one line: no control characters, no markup."""
-
-    @property
-    def is_terminal(self) -> bool:
-        """Not rich's, which FORCE_COLOR makes true for a pipe; a notebook sets it."""
-        with suppress(AttributeError, ValueError):
-            return self.file.isatty()
-        return False
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(escaped(text, keep=""), **{**options, "markup": False, "emoji": False})
-
-
 class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return escaped(super().format(record))
-
-
-QUIET_VARIABLE = (
-    "LOCKSTEP_QUIET"  # the variable that keeps the ranks of a quiet program from writing to standard output
-)
-# Prints plain lines in a notebook too, where rich would otherwise show each line as an HTML block.
-console = Terminal(
-    highlight=False, force_jupyter=False, quiet=QUIET_VARIABLE in os.environ, file=cast(IO[str], standard("stdout"))
-)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """A context in which only warnings are shown, on standard error; the log files have all lines."""
-    before, os.environ[QUIET_VARIABLE], console.quiet = console.quiet, "1", True
-    try:
-        yield
-    finally:
-        console.quiet = before
-        del os.environ[QUIET_VARIABLE]
 
 
 class LogFile(logging.FileHandler):
@@ -118,31 +87,38 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
 def has_terminal(stream: str = "stdout") -> bool:
     """Whether a standard stream goes to a terminal that can move the cursor."""
     file = getattr(sys, stream)
-    return file is not None and file.isatty() and not console.is_dumb_terminal
+    return file is not None and file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def say_row(label: str, text: str, *, indent: int = 12) -> None:
     """Say a text after a label. On a terminal the text is wrapped, and all lines but the first are indented."""
     line = f"{label:>{indent - 2}}  {text}" if label else text
-    say(line, shown=wrapped(line, indent))
+    _console().terminal.print_wrapped(wrapped(line, indent))
+    logger.info(escaped(line, keep=""))
+
+
+def wrapped(text: str, indent: int = 2, stream: str = "stdout") -> str:
+    """A line for the user. On a terminal it is wrapped between words, and all lines but the first are indented."""
+    line = escaped(text, keep="")
+    return fill(line, max(width(), 2 * indent), indent) if has_terminal(stream) else line
+
+
+def _console() -> ModuleType:
+    from lockstep.core import console  # takes 20 ms: `--help` and `--cfg job` show no line
+
+    return console
 
 
 def show(text: str) -> None:
     """Print a sentence for the user, without logging it. On a terminal the sentence is wrapped between words."""
-    console.print(wrapped(text), soft_wrap=True)
+    _console().terminal.print_wrapped(wrapped(text))
 
 
 def note(text: str) -> None:
     """Print a sentence about a result to standard error: the output itself may be read by a program."""
-    Terminal(highlight=False, stderr=True, quiet=console.quiet).print(
-        wrapped(text, stream="stderr"), soft_wrap=True, style="dim"
-    )
-
-
-def wrapped(text: str, indent: int = 2, stream: str = "stdout") -> Text:
-    """A line for the user. On a terminal it is wrapped between words, and all lines but the first are indented."""
-    line = escaped(text, keep="")
-    return Text(fill(line, max(console.width, 2 * indent), indent) if has_terminal(stream) else line)
+    console = _console()
+    errors = console.Terminal(highlight=False, stderr=True, quiet=console.terminal.quiet)
+    errors.print_wrapped(wrapped(text, stream="stderr"), "dim")
 
 
 def say_command(label: str, command: str) -> None:
@@ -151,7 +127,10 @@ def say_command(label: str, command: str) -> None:
 
 def say(message: str = "", *, shown: Text | None = None) -> None:
     """Print one line for the user and log it. If `shown` is set, it is printed instead. Called by main only."""
-    console.print(wrapped(message) if shown is None else shown, soft_wrap=True)
+    if shown is None:
+        show(message)
+    else:
+        _console().terminal.print(shown, soft_wrap=True)
     logger.info(escaped(message, keep=""))
 
 
@@ -163,8 +142,9 @@ def warn(message: str) -> None:
 
 def show_warning(message: str) -> None:
     """Warn the user on the terminal only, for use where no log is open."""
-    shown_on = Terminal(highlight=False, stderr=True) if console.quiet else console
-    shown_on.print(wrapped(f"warning: {message}"), soft_wrap=True, style="yellow")
+    console = _console()
+    shown_on = console.Terminal(highlight=False, stderr=True) if console.terminal.quiet else console.terminal
+    shown_on.print_wrapped(wrapped(f"warning: {message}"), "yellow")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.errors import escaped
 from lockstep.core.figures import csv_row
 
@@ -94,11 +94,11 @@ def column_of_settings(key: str, values: Sequence[str]) -> Column:
 def show_table(columns: Sequence[Column], form: str = "table") -> None:
     """Print a table: at most as wide as the terminal; where there is none, each row is a line. Or as a `form`."""
     if form == "table":
-        for line in lines_of(columns, log.console.width if log.has_terminal() else None):
-            log.console.print(line, soft_wrap=True)
+        for line in lines_of(columns, console.terminal.width if log.has_terminal() else None):
+            console.terminal.print(line, soft_wrap=True)
         return
     for text in (_latex if form == "latex" else _markdown)(columns):
-        log.console.print(text, soft_wrap=True)
+        console.terminal.print(text, soft_wrap=True)
 
 
 def lines_of(columns: Sequence[Column], width: int | None, *, second_lines: bool = True) -> Iterator[Text]:
@@ -135,7 +135,7 @@ def lines_of(columns: Sequence[Column], width: int | None, *, second_lines: bool
             f"{column.head}={text}" for column, text in zip(moved, texts, strict=True) if text and text.style != "dim"
         ]
         if rest and second_lines:
-            yield log.wrapped(" " * INDENT + GAP.join(rest), INDENT)
+            yield Text(log.wrapped(" " * INDENT + GAP.join(rest), INDENT))
 
 
 def _latex(columns: Sequence[Column]) -> Iterator[str]:
@@ -186,7 +186,7 @@ def json_lines(content: Any) -> list[str]:
 
 def show_json(content: Any) -> None:
     for line in json_lines(content):
-        log.console.print(line, soft_wrap=True)
+        console.terminal.print(line, soft_wrap=True)
 
 
 def row_lines(rows: Sequence[Mapping[str, Any]], form: str) -> list[str]:
@@ -200,4 +200,4 @@ def row_lines(rows: Sequence[Mapping[str, Any]], form: str) -> list[str]:
 
 def show_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
     for line in row_lines(rows, form):
-        log.console.print(line, soft_wrap=True)
+        console.terminal.print(line, soft_wrap=True)

@@ -7,7 +7,7 @@ import re
 import select
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from textwrap import TextWrapper
 from typing import Any, TextIO
 
@@ -54,6 +54,16 @@ def _has_descriptor(stream: TextIO | None) -> bool:
     """Whether what is written to a stream goes to its descriptor; it does not in a notebook."""
     buffer = getattr(stream, "buffer", None)
     return isinstance(stream, io.TextIOWrapper) and isinstance(getattr(buffer, "raw", buffer), io.FileIO)
+
+
+def width() -> int:
+    """The columns of the terminal, or 80 if there is none; the variable COLUMNS wins."""
+    with suppress(ValueError):
+        return int(os.environ.get("COLUMNS", ""))
+    for number in range(3):
+        with suppress(OSError):
+            return os.get_terminal_size(number).columns or 80
+    return 80
 
 
 def fill(text: str, width: int, indent: int) -> str:

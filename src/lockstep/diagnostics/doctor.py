@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from rich.text import Text
+
 from lockstep.config import components, composition
 from lockstep.config.commands import shell_command
 from lockstep.config.composition import check_hydra_overrides, jobs_of
 from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.messages import translate
 from lockstep.config.roles import values_with
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.errors import InputError, as_known
 from lockstep.core.fields import Role
 from lockstep.core.table import show_json
@@ -43,9 +45,9 @@ def doctor(overrides: Sequence[str], *, multirun: bool, everything: bool, form: 
     else:
         for finding, jobs in checkup.findings.items():
             columns = f"{finding.level:<9}{finding.check:<9}"
-            line = log.wrapped(f"{columns}{finding.text}{checkup.named(jobs)}", len(columns))
+            line = Text(log.wrapped(f"{columns}{finding.text}{checkup.named(jobs)}", len(columns)))
             line.stylize(STYLES[finding.level], 0, len(finding.level))
-            log.console.print(line, soft_wrap=True)
+            console.terminal.print(line, soft_wrap=True)
     if errors := sum(finding.level is Level.error for finding in checkup.findings):
         raise InputError(f"a run would not start: {errors} error{'s' * (errors != 1)}")
 

@@ -28,7 +28,7 @@ from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, key_of, latest_starts, typed_strategy, with_starts
 from lockstep.config.options import name_of
 from lockstep.config.schema import Job
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
 from lockstep.core.model import UpdateScope, has_batchnorm
 from lockstep.core.protocols import Strategy
@@ -153,7 +153,7 @@ def print_row(*cells: str) -> None:
     """Print a row, as soon as the figures of its run are known."""
     name, reference, loss, weights, samples, verdict = cells
     line = f"  {name:<21}{reference:<18}{loss:>8}{weights:>11}{samples:>12}  {verdict}"
-    log.console.print(line.rstrip(), soft_wrap=True)
+    console.terminal.print(line.rstrip(), soft_wrap=True)
 
 
 def cases(

@@ -9,7 +9,7 @@ import torch
 from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.errors import InputError, StorageError, escaped
 from lockstep.core.figures import digits
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
@@ -82,7 +82,7 @@ def predict(
         )
         if out is None:
             for line in lines:
-                log.console.print(line, soft_wrap=True)
+                console.terminal.print(line, soft_wrap=True)
         else:
             write_atomic(Path(out), "".join(f"{line}\n" for line in lines))
     if out is not None:
@@ -146,7 +146,7 @@ def _table(paths: Sequence[Path], results: Results, targets: str, names: Sequenc
         counts.update([name for name, _ in cells[: 1 if targets == CLASSES else None]] or ["no label"])
         line = f"{set_cell_size(_shown(path), width)}  {classes}"
         # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.
-        fits = not log.has_terminal() or cell_len(line) <= log.console.width
+        fits = not log.has_terminal() or cell_len(line) <= console.terminal.width
         yield from [line] if fits else [_shown(path), f"  {classes}"]
     if number:
         of_classes = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())

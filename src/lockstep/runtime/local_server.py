@@ -6,6 +6,7 @@ of another site in the same browser can neither call it nor read its answers.
 
 import errno
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -58,7 +59,7 @@ class LocalServer(uvicorn.Server, ABC):
         """Say where the pages are and what they do, and serve them until a signal."""
         listen(self.handle_exit)  # uvicorn sets it for SIGINT and SIGTERM only
         log.show(f"{self.url} {what}; Ctrl-C ends it")
-        log.console.file.flush()
+        sys.stdout.flush()
         self.run([self.socket])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

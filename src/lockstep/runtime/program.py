@@ -168,5 +168,5 @@ def say(error: LockstepError, label: str = "") -> None:
         for line in filter(None, str(error).split("\n")):
             if len(line) > LONGEST_LINE:
                 line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-            stderr.write(f"{wrapped(f'lockstep: {label}{line}', stream='stderr').plain}\n")
+            stderr.write(f"{wrapped(f'lockstep: {label}{line}', stream='stderr')}\n")
         stderr.flush()

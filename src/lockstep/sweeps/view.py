@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from lockstep.core import log, safe_read
+from lockstep.core import console, log, safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
 from lockstep.core.figures import STAMP, parsed_figures
 from lockstep.core.run import Run, State
@@ -116,7 +116,7 @@ class SweepView:
         self.durations: list[float] = []  # of the jobs of this call that have ended, as if with all of their steps
         # Drawn by `refresh` and not by a separate thread: a process with two threads cannot fork a job.
         self.live = Live(
-            console=log.Terminal(highlight=False),
+            console=console.Terminal(highlight=False),
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -223,7 +223,7 @@ class SweepView:
 
     def show(self, text: str) -> None:
         """Print a sentence above the live lines, which stay whole."""
-        self.live.console.print(log.wrapped(text), soft_wrap=True)
+        self.live.console.print(Text(log.wrapped(text)), soft_wrap=True)
 
     def show_table(self, names: Sequence[str] = (SCORE,)) -> None:
         """Print the jobs with their scores and the other objectives, the seeds together, and why jobs failed."""

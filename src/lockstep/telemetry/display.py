@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rich.live import Live
 from rich.text import Text
 
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.monitor import Monitor, figure_name, figure_parts
 from lockstep.core.plan import Plan
 from lockstep.core.tags import AVERAGED, LOSS, VAL_LOSS
@@ -170,7 +170,7 @@ class Bar(Screen):
         super().__init__(plan, left, monitor)
         self.evaluated_share = 0.0
         self.last: Window | None = None
-        self.live = Live(get_renderable=self.status, console=log.console, transient=True, refresh_per_second=4)
+        self.live = Live(get_renderable=self.status, console=console.terminal, transient=True, refresh_per_second=4)
         self.live.start()
 
     def window(self, window: Window, epoch: Window | None) -> None:
@@ -191,11 +191,11 @@ class Bar(Screen):
         middle = [FigureColumn(self.phase, "", "", 8)] if self.phase else figures(self.last) if self.last else []
         width = self._width() - 1  # a full line would wrap on some terminals
         line = in_line([self._position(self.step, ALWAYS), *middle, left], width - SHORTEST_BAR)
-        moving = bar(share, width - line.cell_len, unicode=log.console.encoding.startswith("utf"))
+        moving = bar(share, width - line.cell_len, unicode=console.terminal.encoding.startswith("utf"))
         return Text.assemble(moving, line)
 
     def _width(self) -> int:
-        return log.console.width
+        return console.terminal.width
 
 
 def figures(window: Window) -> list[FigureColumn]:

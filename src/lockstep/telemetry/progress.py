@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from stat import S_ISFIFO
 
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
-from lockstep.core import log
+from lockstep.core import console, log
 
 SILENCE_S = 30.0  # the longest time without a line, if the output is not a terminal
 BAR_GAP = "  "
@@ -110,15 +111,13 @@ def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int]
     otherwise it is a new line every `SILENCE_S` seconds.
     """
     work = Work(activity, total)
-    errors = log.Terminal(stderr=True, highlight=False)
-    console = log.console if log.has_terminal() else errors
-    moves_beside = sys.stderr.isatty() and not errors.is_dumb_terminal and not S_ISFIFO(os.fstat(1).st_mode)
-    if console is log.console or moves_beside:
-        from rich.live import Live  # takes 6 ms, which `--cfg job` does not need
-
+    errors = console.Terminal(stderr=True, highlight=False)
+    moves_beside = log.has_terminal("stderr") and not S_ISFIFO(os.fstat(1).st_mode)
+    if log.has_terminal() or moves_beside:
+        terminal = console.terminal if log.has_terminal() else errors
         with Live(
-            get_renderable=lambda: work.with_bar(console),
-            console=console,
+            get_renderable=lambda: work.with_bar(terminal),
+            console=terminal,
             transient=True,
             refresh_per_second=4,
             redirect_stdout=False,  # what is printed may go to a file
