@@ -12,13 +12,12 @@ from hydra.main import get_args_parser
 from omegaconf import DictConfig
 
 from lockstep.config import command_line, composition, extensions
-from lockstep.config.commands import started_as
+from lockstep.config.commands import key_of, started_as
 from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.launch_env import adopt_srun, check_launched, follows, is_launched, without_local_rank
 from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
-from lockstep.job.resume import decide_resume, with_words_of_sweep
 from lockstep.runtime import program
 
 
@@ -31,7 +30,11 @@ def train_command(packages: Sequence[str] = ()) -> None:
     with program.command_line():
         adopt_srun()
         extensions.use(packages)
-        sys.argv[1:] = with_words_of_sweep(composition.typed_words(sys.argv[1:]))
+        sys.argv[1:] = composition.typed_words(sys.argv[1:])
+        if "sweep.resume" in map(key_of, sys.argv[1:]):
+            from lockstep.records.ledger import words_of_sweep  # few lines name a sweep
+
+            sys.argv[1:] = words_of_sweep(sys.argv[1:])
         if not command_line.answered(sys.argv):
             command_line.check_flags(sys.argv[1:], get_args_parser())
             check_launched()
@@ -44,14 +47,15 @@ class Training:
 
     def __call__(self, composed: DictConfig) -> Any:
         """Train one job; returns its objective to Hydra's sweeper, or its submission to SLURM to SweepCallbacks."""
+        from lockstep.job.resume import decide_resume  # the border: --help and --cfg job have none of these imports
+        from lockstep.telemetry.progress import loading
+
         with program.bypass_hydra_errors(), closing(Lock()) as lock:
             invocation, values = composition.Invocation.current(), composition.to_dict(composed)
             # Launched ranks meet first: only their main decides, and an earlier attempt of it may have a folder.
             resume = None if is_launched() else decide_resume(values, invocation)
             if resume is None or resume.has_several_machines:
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks of lost ranks
-            from lockstep.telemetry.progress import loading  # the border: --help and --cfg job have no rich, no torch
-
             with loading():
                 configure_native_threads()
                 from lockstep.cli import run

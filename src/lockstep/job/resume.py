@@ -87,15 +87,6 @@ class Resume:
         return Path(named) if newest is None and named is not None else newest
 
 
-def with_words_of_sweep(words: list[str]) -> list[str]:
-    """The words of a line, with those of the sweep that it names with `sweep.resume`."""
-    if not any(key_of(word) == "sweep.resume" for word in words):
-        return words
-    from lockstep.records.ledger import words_of_sweep  # few lines name a sweep
-
-    return words_of_sweep(words)
-
-
 def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str = "") -> Resume:
     """What the command with the composed config `values` continues, which torchrun may have restarted.
 
