@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.config.commands import shell_command
 from lockstep.config.roles import is_sample
 from lockstep.config.schema import ANNOTATIONS
-from lockstep.core import log
+from lockstep.core import console, log
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Directions, Monitor
 from lockstep.core.run import Run, State
@@ -101,7 +101,7 @@ def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[
     """Show the rows, with the name at the end, where it can be copied; for another program it comes first."""
     names = chosen or [name for name in shown.figures if name == SCORE or any(name in row for row in rows)]
     folders = [] if shown.is_sweep else [Column("name", [row["name"] for row in rows])]
-    is_read = form == "table" and log.console.is_terminal
+    is_read = form == "table" and console.terminal.is_terminal
     show_table(
         [
             *([Column("job", [_number(row) for row in rows])] if shown.is_sweep else []),
