@@ -266,7 +266,7 @@ def forks_of(python: str) -> Forks:
     commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweeps.sweepers", "lockstep.cli.main")
     commands += ("lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.sweeps.pool")
     commands += ("lockstep.optim.schedule",)
-    # An optimizer wants `torch._dynamo`. The libraries come with a metric, a log in TensorBoard, and a folder of images.
+    # An optimizer wants `torch._dynamo`. The libraries come with a metric, a log in TensorBoard, a folder of images.
     scores = ("sklearn.metrics", "scipy.special", "scipy.stats")
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
     # Every command imports Hydra's plugins, and a fork that calls a function of a test file imports pytest.
