@@ -212,6 +212,9 @@ def plug_in() -> None:
         "current_stream": lambda device=None: default_stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: (0, 1),
+        "default_generators": [SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)],
+        "set_stream": lambda stream: None,
         "_lazy_init": lambda: None,
         "synchronize": lambda device=None: waits.append("synchronize"),
     }
