@@ -72,6 +72,8 @@ FAST = {"steps": 10, "batch": 16, "limit": 64}
         (["experiment=lists"], {**FAST, "batch": 24}),
         (["experiment=lists", "debug=slow"], {"steps": 12, "batch": 24, "limit": None}),
         (["experiment=lists", "debug=null"], {"steps": None, "batch": 24, "limit": None}),
+        (["experiment=first", "debug=fast", "~debug"], {"steps": None, "batch": 32, "limit": None}),
+        (["experiment=lists", "~debug"], {"steps": None, "batch": 24, "limit": None}),
         (["experiment=first", "debug=other"], {"steps": 12, "batch": 8, "limit": None}),
     ],
 )
@@ -113,6 +115,33 @@ def test_a_recipe_that_lists_a_group_in_vain_is_told_how(
     done = train(project, "experiment=wrong")
     file.unlink()
     assert (done.code, sentence in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"ring": ["ring"]}, "debug/ring.yaml lists itself in its defaults; remove that line"),
+        ({"ring": ["one"], "one": ["two"], "two": ["one"]}, ".yaml in its defaults; remove that line"),
+        ({"ring": [{"/paths": "one"}], "../paths/one": [{"/debug": "ring"}]}, "lists itself by way of "),
+    ],
+)
+def test_a_file_that_lists_itself_is_named(project: Path, files: dict[str, list[object]], sentence: str) -> None:
+    folder = project / "mine" / "conf" / "debug"
+    written = [write(folder / f"{name}.yaml", {"defaults": names}) for name, names in files.items()]
+    done = train(project, "experiment=first", "debug=ring")
+    for file in written:
+        file.unlink()
+    assert (done.code, sentence in done.err) == (2, True), done.err
+
+
+def test_a_wrong_file_of_a_group_is_refused_where_it_is_chosen_alone(project: Path) -> None:
+    file = project / "mine" / "conf" / "debug" / "wrong.yaml"
+    file.write_bytes(b"steps: 3 # \xe9\n")
+    assert config(project, "experiment=first", "debug=fast") == FAST
+    file.write_text("steps: 3\n")
+    done = train(project, "experiment=first", "debug=wrong")
+    file.unlink()
+    assert (done.code, f"begin it with the line `{GLOBAL.strip()}`" in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(("folder", "text"), [("train", GLOBAL), ("modle", "width: 3\n"), ("hydra", GLOBAL)])

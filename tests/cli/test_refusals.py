@@ -76,6 +76,7 @@ train=3 -> train is 3, expected keys below it: train.KEY=VALUE
 optimizer.lr -> 'optimizer.lr' cannot be read, expected KEY=VALUE
 epochs=[1 -> 'epochs=[1' cannot be read, expected KEY=VALUE
 seed=1,2 -> seed=1,2 names several values; `lockstep train -m seed=1,2` runs a sweep over them
+notes=lr,again -> notes=lr,again names several values; a text with a comma has quotes: 'notes="lr,again"'
 """)
 RANGES = table("""
 steps=-1 -> steps is -1, expected a whole number from 1 to 1,000,000,000: steps=null

@@ -724,6 +724,14 @@ def test_runs_are_shown_and_filtered_by_the_tags_notes_and_group_that_a_user_gav
     assert "why this run" in report_text(tagged)
 
 
+def test_a_job_that_has_not_begun_has_the_tags_of_its_sweep(swept: Ledger, capsys: CAPSYS) -> None:
+    swept.create(replace(swept.identity(), base={"tags": ["paper"], "notes": "why"}))
+    failed = swept.records()[-1]
+    swept.write(replace(failed, state=State.waiting))
+    runs(str(swept.folder), sort="when", filters=["tags=paper"], form="json")
+    assert [row["name"] for row in json.loads(table(capsys))] == [failed.folder]
+
+
 def report_text(run_dir: RunDir) -> str:
     report(str(run_dir.path))
     return run_dir.report.read_text()

@@ -141,6 +141,30 @@ def test_an_item_of_another_form_is_named(kind: str, sentence: str) -> None:
         option(broken(kind), Photos()).train()
 
 
+@pytest.mark.parametrize("method", ["train_dataset", "val_dataset", "test_dataset", "__len__", "group"])
+def test_what_a_method_of_the_users_raises_is_one_sentence_with_its_line(method: str) -> None:
+    def raises(*_: Any) -> Any:
+        raise FileNotFoundError("no such table")
+
+    class Own(Photos):
+        pass
+
+    own = option(Own(), Photos(), Photos())
+    owner = own if method.endswith("dataset") else own.train_dataset()
+    setattr(type(owner), method, raises)
+    with pytest.raises(InputError, match=rf"Own.{method} raised FileNotFoundError: .* \(test_items.py, line \d+\)"):
+        own.train()
+
+
+def test_an_item_without_a_target_cannot_be_skipped() -> None:
+    class Gap(Photos):
+        def __getitem__(self, index: int) -> Any:
+            return None if index == 4 else (super().__getitem__(index)[0], CLASSES[index])
+
+    with pytest.raises(InputError, match=r"item 4 of the training split: .*torch.utils.data.Subset"):
+        option(Subset(Gap(), range(NUMBER)), Photos(), skip=2).train()
+
+
 def test_images_of_several_sizes_need_one_size() -> None:
     with pytest.raises(InputError, match=r"3 channels of 2x2, expected 3 of 6x6.*dataset.decode_size=N"):
         option(broken("small"), Photos()).train().fetch([4])

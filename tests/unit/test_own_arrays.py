@@ -128,3 +128,32 @@ def test_shares_folds_and_limits_hold_for_each_kind_of_targets(kind: str, labels
     limited = source(labels=labels, kind=kind, limit=4).train()
     assert len(limited) == 4
     assert torch.equal(limited.labels, source(labels=labels, kind=kind).train().labels[limited.numbers])
+
+
+def test_the_number_of_classes_is_their_names_or_is_asked_for() -> None:
+    own = source()
+    own_class = type(own)
+    del own_class.classes
+    with pytest.raises(InputError, match="Own has no classes; write `classes = N` in the class"):
+        own.train()
+    own_class.class_names = ("a", "b")
+    assert own.classes == 2
+
+
+@pytest.mark.parametrize(
+    ("result", "sentence"),
+    [
+        (KeyError("x"), r"Own.read raised KeyError: 'x' \(test_own_arrays.py, line \d+\)"),
+        (None, "Own.read returns NoneType"),
+    ],
+)
+def test_what_read_does_wrong_is_one_sentence(result: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: Any, train: bool) -> Any:
+        if result is None:
+            return result
+        raise result
+
+    own = source()
+    monkeypatch.setattr(type(own), "read", read)
+    with pytest.raises(InputError, match=f"dataset: {sentence}"):
+        own.train()

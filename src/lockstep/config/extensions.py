@@ -175,11 +175,6 @@ def of_program() -> list[type[Any]]:
     return [cls for group in GROUPS for cls in options.declared(group).values() if not is_importable(cls)]
 
 
-def has_user_code() -> bool:
-    """Whether a job here may use code of the user that a config names."""
-    return bool(active() or of_program())
-
-
 def files(option: str) -> list[Path]:
     """The config file of an option `GROUP=NAME` of an extension; empty if none has it."""
     return [file for extension in active() for name, file in _configs(extension) if name == option]
@@ -231,9 +226,11 @@ def _locate(package: str, origin: str) -> Extension:
 def _configs(extension: Extension) -> list[tuple[str, Path]]:
     configs = []
     groups = [*GROUPS, RECIPES]
-    for file in sorted(extension.conf.rglob("*.yaml")) if extension.conf else ():
+    files = sorted(extension.conf.rglob("*.yaml")) if extension.conf else []
+    own = {file.parent for file in files if GLOBAL.encode() in file.read_bytes()}  # one of its files says what it is
+    for file in files:
         group, name = file.parent.relative_to(extension.folder / "conf").as_posix(), file.stem
-        if group not in groups and not (options.can_be_group(group) and GLOBAL in file.read_text()):
+        if group not in groups and not (options.can_be_group(group) and file.parent in own):
             known = options.known(group, groups)
             raise InputError(
                 f"{file}: {group!r} is not a config group; put it into conf/GROUP/NAME.yaml, or begin it with "

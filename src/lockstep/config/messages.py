@@ -66,6 +66,10 @@ def translate(error: BaseException) -> LockstepError | None:
             return InputError(where + sentence(cause))
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
         is_one = match[2] in {*GROUPS, RECIPES} - {*MANY}
+        if Job.__annotations__.get(match[2], "").startswith("str"):
+            text = match[3].replace('"', r"\"")
+            quoted = shell_command([f'{match[2]}="{text}"'])
+            return InputError(f"{match[1]} names several values; a text with a comma has quotes: {quoted}")
         listed = f", and where a list is expected, it is written {shell_command([f'{match[2]}=[{match[3]}]'])}"
         sweep_command = shell_command([*program_words(), "-m", match[1]])
         return InputError(

@@ -5,8 +5,9 @@ files set keys of the job, as recipes do. No default job has such a group, so Hy
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -44,13 +45,13 @@ def words_for_hydra(words: Sequence[Override], files: ChosenFiles, sources: Sequ
     A group of the user's that no file lists is added to the default job, behind the recipe, whose values it
     overrides. Where a file lists it, another choice takes its place. The last choice of a line counts.
     """
-    typed = {word.key_or_group: word for word in words}
+    typed = {word.key_or_group: word for word in words}  # `~debug` is `debug=null`
     lines = [f"{group}={name}" for group, name in files.choices.items() if group not in typed]
     for word in words:
         line, group = str(word.input_line), word.key_or_group
-        if word.is_sweep_override() or word.is_delete() or not is_own_group(group, sources):
+        if word.is_sweep_override() or not is_own_group(group, sources):
             lines.append(line)
-        elif word is typed[group] and word.value() is None:
+        elif word is typed[group] and (word.is_delete() or word.value() is None):
             lines += [f"~{group}"] * (group in files.listed)
         elif word is typed[group]:
             lines.append(line.lstrip("+") if group in files.listed else f"+{line.lstrip('+')}")
@@ -62,11 +63,12 @@ def read_chosen(words: Sequence[Override], sources: Sequence[Any]) -> ChosenFile
 
     Raises InputError for what a file says in vain, or in a form that Hydra answers with the next error.
     """
-    typed = {word.key_or_group: word.value() for word in words}
+    typed = {word.key_or_group: None if word.is_delete() else word.value() for word in words}
     own = [group for group in typed if is_own_group(group, sources)]
     waiting = [(group, name) for group in (RECIPES, *own) for name in _names(typed.get(group))]
     listed, choices = set[str](), dict[str, str]()
     values, overridden = set[tuple[Key, str]](), dict[str, str]()
+    parents = dict[str, list[str]]()
     for group, name in waiting:  # it grows
         path = f"{group}/{name}"
         if (source := next((source for source in sources if source.is_config(path)), None)) is None:
@@ -81,6 +83,7 @@ def read_chosen(words: Sequence[Override], sources: Sequence[Any]) -> ChosenFile
             pairs = nested(node.get("hydra"))
             values |= {(key, str(value)) for key, value in pairs if key[:1] in SEARCH}
         for written, of, option in _entries(path, group, entries, sources):
+            further = list[tuple[str, str]]()
             overrides = written.startswith("override")
             if of.startswith("hydra/"):
                 is_search = is_trusted and (of.removeprefix("hydra/"),) in SEARCH and overrides
@@ -93,13 +96,27 @@ def read_chosen(words: Sequence[Override], sources: Sequence[Any]) -> ChosenFile
                     overridden[of] = f"{path}.yaml has `- {written}: {option}`"
                 else:
                     listed.add(of)
-                waiting += [pair for pair in _pairs(of, typed.get(of, option)) if pair not in waiting]
+                further = _pairs(of, typed.get(of, option))
             elif not of and option != "_self_":
-                waiting += [pair for pair in _pairs(group, option) if pair not in waiting]
+                further = _pairs(group, option)
+            waiting += [pair for pair in further if pair not in waiting]
+            for pair in further:
+                parents.setdefault("/".join(pair), []).append(path)
+    _check_no_circle(parents)
     for group, sentence in overridden.items():
         if group not in listed:
             raise InputError(f"{sentence}, expected `- /{group}: NAME`: the default job has no {group} to override")
     return ChosenFiles(frozenset(listed), choices, frozenset(values))
+
+
+def _check_no_circle(parents: Mapping[str, Sequence[str]]) -> None:
+    """Raise InputError for a file that lists itself, perhaps by way of others: Hydra would read without end."""
+    try:
+        TopologicalSorter(parents).prepare()
+    except CycleError as error:
+        first, *others = error.args[1][:-1]
+        way = f" by way of {', '.join(f'{path}.yaml' for path in others)}" if others else ""
+        raise InputError(f"{first}.yaml lists itself{way} in its defaults; remove that line") from None
 
 
 def _names(value: Any) -> list[str]:

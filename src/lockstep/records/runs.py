@@ -118,7 +118,6 @@ def settings(run: Run) -> Mapping[str, str]:
     values: dict[str, Any] = {**run.typed_values, **dict(leaves(run.composed))}
     values |= {key.removesuffix(f".{TARGET}"): value for key, value in values.items()} | run.choices
     values = {key: value for key, value in values.items() if key not in names_of_files(run)}
-    values = {key: value for key, value in values.items() if value != "null" or not _names_files(key)}  # `debug=null`
     values |= {"monitor": run.monitor.name} if "monitor" in values else {}  # `auto` and its value are one
     for key, text in run.typed_values.items():  # `init_from=base/${seed}` is one setting of all seeds
         if not is_sample(key) and any(map(is_sample, _REFERENCE.findall(text))):
@@ -131,22 +130,19 @@ def settings(run: Run) -> Mapping[str, str]:
 @functools.cache
 def names_of_files(run: Run) -> Mapping[str, str]:
     """The names of a run's recipe and of its files of the user's own groups: the run is the values that these set."""
-    return {} if run.problem else {key: name for key, name in run.choices.items() if _names_files(key)}
-
-
-def _names_files(key: str) -> bool:
-    return key == RECIPES or can_be_group(key)
+    unset = {key: text for key, text in run.typed_values.items() if text == "null"}  # `debug=null`
+    names = {} if run.problem else unset | run.choices
+    return {key: name for key, name in names.items() if key == RECIPES or can_be_group(key)}
 
 
 @functools.cache
 def codes(run: Run) -> Mapping[str, str]:
-    """The code of the user that a run was trained with, in a word for each package; it makes another run too."""
-    texts = {package: f"#{str(code.get('sha256'))[:7]}" for package, code in (run.code or {}).items()}
-    for code in reversed(run.earlier_code):
-        if (package := str(code.get("package"))) in texts:
-            earlier = f"#{str(code.get('sha256') or 'unknown')[:7]} until step {code.get('until_step')}"
-            texts[package] = f"{earlier}, {texts[package]}"
-    return {f"code of {package}": text for package, text in texts.items()}
+    """The code of the user that a run was trained with, from its first step on, in a word for each package."""
+    texts = dict[str, str]()
+    for code in [*run.earlier_code, *({**code, "package": package} for package, code in (run.code or {}).items())]:
+        key, digest = f"code of {code.get('package')}", f"#{str(code.get('sha256'))[:7]}"
+        texts[key] = f"{texts[key]}, {digest}" if key in texts else digest
+    return texts
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -166,24 +162,13 @@ def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
     return [key for key in keys if len({of_run[key] for of_run in facts if key in of_run}) > 1]
 
 
-def differing_files(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """The recipes and groups of files in which runs differ, if one of `keys`, in which they differ too, follows."""
-    names = dict.fromkeys(key for run in runs for key in names_of_files(run))
-    differ = [key for key in names if len({names_of_files(run).get(key) for run in runs}) > 1]
-    return differ if _set_by_files(runs, keys) else []
-
-
-def _set_by_files(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """Those of `keys` that no line has: values of files, or of their options."""
-    return [key for key in keys if not any(key in run.typed_values for run in runs)]
-
-
 def in_names(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
     """The keys to show for `keys`: names of files in place of the values that they set, if they tell these apart."""
-    names, of_files = differing_files(runs, keys), _set_by_files(runs, keys)
-    values = by_values(runs, [*names, *of_files])
-    told_apart = len(values) == len(by_values(runs, names))
-    return [*names, *(key for key in keys if key not in of_files)] if names and told_apart else [*keys]
+    listed = dict.fromkeys(key for run in runs for key in names_of_files(run))
+    names = [key for key in listed if len({names_of_files(run).get(key, "null") for run in runs}) > 1]
+    of_files = [key for key in keys if not any(key in run.typed_values for run in runs)]
+    told_apart = len(by_values(runs, [*names, *of_files])) == len(by_values(runs, names))
+    return [*names, *(key for key in keys if key not in of_files)] if of_files and told_apart else [*keys]
 
 
 def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:

@@ -19,9 +19,9 @@ from lockstep.records.runs import (
     Row,
     check_columns,
     differing,
-    differing_files,
     existing,
     groups,
+    in_names,
     is_below,
     ordered,
     read_runs,
@@ -138,7 +138,7 @@ def are_two(
 def causes(runs: Sequence[Run]) -> list[Row]:
     """The differences between two runs, the likeliest cause of different scores first."""
     keys = differing(runs)
-    keys += differing_files(runs, keys)
+    keys = [*dict.fromkeys([*in_names(runs, keys), *keys])]
     first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed_values}
     absent = {OWN_CODE: "none"}  # a file that a run does not have

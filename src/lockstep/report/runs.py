@@ -123,7 +123,9 @@ def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[
 
 
 def _annotations(run: Run) -> Row:
-    return {key: run.composed.get(key) for key in ANNOTATIONS}
+    """What people find a run by; of a job that has not begun, what its sweep says of all jobs."""
+    config = run.composed or (run.ledger.identity().base if isinstance(run, JobRun) else {})
+    return {key: config.get(key) for key in ANNOTATIONS}
 
 
 def _column_of_annotation(rows: Sequence[Row], key: str) -> Column:
@@ -184,7 +186,7 @@ def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:
     facts = _facts(ledger.folder, root, started, identity.words, score, state, state)
     values = {key: Setting(value) for key, _, value in (word.partition("=") for word in identity.words)}
     run = JobRun(ledger, best or Record(number=0, overrides=(), folder=""), identity.monitor)
-    annotations = _annotations(Run(ledger.folder / (best or records[0]).folder)) if records else _annotations(run)
+    annotations = _annotations(JobRun(ledger, best or records[0], identity.monitor) if records else run)
     row = {**facts, **annotations, **{key: values[key] for key in identity.swept if key in values}}
     if any(map(is_sample, identity.swept)) and (jobs := read_jobs(ledger)):
         (setting_row, *_), names = groups(jobs), columns_of(jobs)

@@ -38,7 +38,7 @@ def import_for_ranks(job: Job) -> None:
     environment.own_source()
     for package in environment.PACKAGES:
         environment.version_of(package)
-    if extensions.has_user_code():
+    if extensions.active() or extensions.of_program():
         from lockstep.runtime import user_code  # few jobs have code of the user
 
         user_code.code_of(components.plain(job))

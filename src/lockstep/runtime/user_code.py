@@ -89,32 +89,24 @@ def _sources_of_cells(parts: Iterable[Any]) -> dict[str, str]:
     for own in waiting:  # it grows
         if own.__qualname__ not in sources:
             sources[own.__qualname__] = text = _source_in_cell(own)
-            named = (vars(sys.modules[MAIN]).get(word) for word in re.findall(r"\w+", text))
-            waiting += [
-                value for value in named if isinstance(value, type | FunctionType) and value.__module__ == MAIN
-            ]
+            named = [vars(sys.modules[MAIN]).get(word) for word in re.findall(r"\w+", text)]
+            own_kind = [value for value in named if isinstance(value, type | FunctionType)]
+            waiting += [value for value in own_kind if value.__module__ == MAIN]
     return sources
 
 
 def _source_in_cell(own: Any) -> str:
-    """The source of a class or a function; empty if Python does not have it.
+    """The source of a class or a function in the cell of a function of it, or else in the newest cell with its name.
 
-    `inspect` finds the file of a class by its module, and cells have none: the cell is the one of a method, or else
-    the newest one with a class of this name.
+    Empty if Python does not have it. `inspect` finds a class by the file of its module, and a notebook has none.
     """
-    if not isinstance(own, type):
-        with suppress(OSError, TypeError):
-            return inspect.getsource(own)
-        return ""
-    methods = [value.__code__.co_filename for value in vars(own).values() if isinstance(value, FunctionType)]
-    for name in [*methods, *reversed(linecache.cache)]:
-        lines = linecache.getlines(name)
-        if any(re.match(rf"\s*class {own.__name__}\b", line) for line in lines):
-            with suppress(SyntaxError):
-                nodes = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.ClassDef)]
-                node = next(node for node in nodes if node.name == own.__name__)
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                return "".join(lines[first - 1 : node.end_lineno])
+    functions = [value for value in (own, *vars(own).values()) if isinstance(value, FunctionType)]
+    cells = [name for name in reversed(linecache.cache) if not Path(name).exists()]
+    for name in [*(function.__code__.co_filename for function in functions), *cells]:
+        with suppress(SyntaxError):
+            for node in ast.walk(ast.parse("".join(linecache.getlines(name)))):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == own.__name__:
+                    return ast.unparse(node)
     return ""
 
 

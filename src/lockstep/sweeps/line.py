@@ -256,7 +256,7 @@ def _say_what_goes_on(ledger: Ledger) -> None:
         f"resuming the sweep in {relative(ledger.folder)}: {done} of {len(records)} jobs are done{retries}; "
         "sweep.resume=new starts all again"
     )
-    if extensions.has_user_code():
+    if extensions.active() or extensions.of_program():
         _say_other_code(ledger, [record for record in records if record.state is State.done])
 
 

@@ -46,16 +46,22 @@ def original_of(group: str, option: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ModelObject(Network):
-    """A module that a program gave: training begins with its weights, in a copy."""
+class OfProgram:
+    """The name of the type of an object that a program gave, and the object."""
 
     type: str = ruled("", TEXT)
     module: str = ruled("", TEXT)
-    weights: str = with_role(Role.start, ruled("", TEXT))  # a hash of those that training begins with
     original: InitVar[Any] = None  # not a field: a config cannot hold it
 
     def __post_init__(self, original: Any) -> None:
         object.__setattr__(self, "original", original)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelObject(OfProgram, Network):
+    """A module that a program gave: training begins with its weights, in a copy."""
+
+    weights: str = with_role(Role.start, ruled("", TEXT))  # a hash of those that training begins with
 
     def check(self) -> None:
         original_of("model", self)
@@ -73,15 +79,8 @@ def with_module(option: Any, module: nn.Module) -> ModelObject:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LossObject(Loss):
+class LossObject(OfProgram, Loss):
     """A loss that a program gave: a module or a function, from logits and targets to one loss per example."""
-
-    type: str = ruled("", TEXT)
-    module: str = ruled("", TEXT)
-    original: InitVar[Any] = None
-
-    def __post_init__(self, original: Any) -> None:
-        object.__setattr__(self, "original", original)
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         loss = original_of("loss", self)

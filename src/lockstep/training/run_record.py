@@ -86,11 +86,10 @@ class RunRecord:
         return notes
 
     def user_code(self, job: ResolvedJob) -> Mapping[str, UserCode]:
-        """The user's code of a job, by package or module; empty on other ranks than main."""
-        if not self.world.is_main or (self.code is None and not extensions.has_user_code()):
-            return {}
-        if self.code is not None:
-            return self.code
+        """The user's code of a job, by package or module; on main."""
+        has_code = self.world.is_main and (extensions.active() or extensions.of_program())
+        if self.code is not None or not has_code:
+            return self.code or {}
         from lockstep.runtime.user_code import code_of  # few jobs have code of the user
 
         return code_of(components.plain(job))

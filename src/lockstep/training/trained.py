@@ -71,13 +71,10 @@ def load_trained(
     except InputError as error:
         if isinstance(error, UnreadableFile) or str(error).startswith(f"{KEY}: "):
             raise
-        package, _, name = str(card.model["_target_"]).partition(".")
-        if package == MAIN:
-            raise InputError(
-                f"{KEY}: {file} needs the class {name} of the script or notebook that trained it; use lockstep.load "
-                "there, or move the class to a package"
-            ) from None
-        if package in card.packages and package not in {extension.package for extension in extensions.active()}:
+        package = str(card.model["_target_"]).partition(".")[0]
+        if package in {*card.packages} - {MAIN} and package not in {
+            extension.package for extension in extensions.active()
+        }:
             raise InputError(
                 f"{KEY}: {file} needs the package {package}, which is not an extension here; install it with pip, or "
                 f"name it with lockstep.load(PATH, extensions=['{package}'])"

@@ -1,11 +1,34 @@
 """What a Dataset of torch says of its targets, classes and groups, also one composed of others."""
 
 import bisect
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from lockstep.core.errors import InputError, LockstepError
+
 TARGET_NAMES = ("targets", "labels", "label", "target")  # in items that are mappings, and as attributes of a Dataset
+
+
+def called(owner: Any, method: str, *values: Any) -> Any:
+    """What a method of a user's data set returns. Raises InputError with the line where it raises anything else."""
+    try:
+        return getattr(owner, method)(*values)
+    except (LockstepError, MemoryError):
+        raise
+    except Exception as error:  # the code is not ours
+        raised = f"{type(owner).__name__}.{method} raised {type(error).__name__}: {error}"
+        raise InputError(f"dataset: {raised} ({line_of(error, owner)})") from error
+
+
+def line_of(error: Exception, owner: Any) -> str:
+    """The line of the user's file where an error comes from; the class of its `owner` if there is none."""
+    from lockstep.runtime.user_code import frame_of  # only a mistake needs it
+
+    frame = frame_of(error, Path(__file__).parent, Path(torch.__file__).parent / "utils" / "data")
+    return f"{Path(frame.filename).name}, line {frame.lineno}" if frame else type(owner).__name__
 
 
 def source_of(dataset: Any, index: int) -> tuple[Any, int]:
@@ -52,7 +75,7 @@ def groups_of(dataset: Any) -> list[str] | None:
         return None
     items = [source_of(dataset, index) for index in range(len(dataset))]
     return [
-        str(source.group(index)) if id(source) in grouped else f"item {number}"
+        str(called(source, "group", index)) if id(source) in grouped else f"item {number}"
         for number, (source, index) in enumerate(items)
     ]
 

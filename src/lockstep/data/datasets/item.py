@@ -4,11 +4,9 @@ import errno
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -18,7 +16,7 @@ from lockstep.core.errors import BrokenImage, InputError, StorageError, escaped
 from lockstep.core.model_card import MOST_CHANNELS
 from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets.arrays import as_bytes
-from lockstep.data.datasets.composed import TARGET_NAMES
+from lockstep.data.datasets.composed import TARGET_NAMES, called, line_of
 from lockstep.data.datasets.decode import GREY, RGB, Pixels
 from lockstep.data.datasets.preprocess import to_rgb
 
@@ -36,6 +34,13 @@ class BrokenItem(BrokenImage):
 
     def __str__(self) -> str:
         return f"dataset: {self.failure}; correct it, or skip up to N such items with dataset.skip=N"
+
+
+class UnknownTarget(BrokenItem):
+    """An item cannot be used, and no attribute has its target, so that it cannot be skipped."""
+
+    def __str__(self) -> str:
+        return f"dataset: {self.failure}; correct it, or leave it out with torch.utils.data.Subset"
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,15 @@ class DatasetItem:
         except (StorageError, MemoryError):
             raise
         except Exception as error:  # the code is not ours
-            from lockstep.runtime.user_code import frame_of  # only a mistake needs it
-
-            frame = frame_of(error, Path(__file__).parent, Path(torch.__file__).parent / "utils" / "data")
-            place = f"{Path(frame.filename).name}, line {frame.lineno}" if frame else type(self.items).__name__
+            place = line_of(error, self.items)
             if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
                 raise UnreadableStorage(str(self), f"cannot be read ({error.strerror}, {place})") from error
             raise ValueError(f"{type(error).__name__}: {error} ({place})") from error
         if isinstance(item, Mapping):
             keys = [next((key for key in names if key in item), None) for names in (IMAGE_NAMES, TARGET_NAMES)]
-            item = tuple(item[key] for key in keys if key is not None)
+            if None in keys:
+                raise ValueError(f"it has {', '.join(map(str, item)) or 'nothing'}, expected image and label")
+            item = tuple(item[key] for key in keys)
         if not isinstance(item, tuple | list) or len(item) != 2:
             number = f" and length {len(item)}" if isinstance(item, tuple | list) else ""
             raise ValueError(f"it is of type {type(item).__name__}{number}, expected (image, target)")
@@ -116,5 +120,5 @@ def check_map_style(dataset: Any, split: str) -> None:
             f"{where} has no {' and no '.join(lacks)}, so no example can be read by its index, as an exact order and "
             "resume need; define both"
         )
-    if not len(dataset):
+    if not called(dataset, "__len__"):
         raise InputError(f"{where} has no items; correct it")

@@ -16,10 +16,10 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.fields import choice, pixels, ranged
 from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS
 from lockstep.data.datasets import photos
-from lockstep.data.datasets.composed import groups_of, names_in, stored_targets
+from lockstep.data.datasets.composed import called, groups_of, names_in, stored_targets
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, Pixels
 from lockstep.data.datasets.files import FileSource, FileSplit
-from lockstep.data.datasets.item import BrokenItem, DatasetItem, check_map_style, pixels_of
+from lockstep.data.datasets.item import BrokenItem, DatasetItem, UnknownTarget, check_map_style, pixels_of
 from lockstep.data.datasets.listing import Files, as_names
 from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.targets import as_targets, names_of, target_of
@@ -110,7 +110,7 @@ class Items:
         try:
             return item.read()[1]
         except ValueError as error:
-            raise BrokenItem(index, str(item), str(error)) from error
+            raise UnknownTarget(index, str(item), str(error)) from error
 
     def files(self, targets: Sequence[Any], kind: str, names: tuple[str, ...]) -> Files:
         """The split as it is cut and read, for `targets` of this kind."""
@@ -201,7 +201,7 @@ class DatasetOption(FileSource):
         return DATASETS[place]
 
     def _sampled(self) -> dict[str, Items]:
-        train, val, test = self.train_dataset(), self.val_dataset(), self.test_dataset()
+        train, val, test = (called(self, f"{name}_dataset") for name in SPLIT_NAMES)
         if self.is_cut:
             val, test = None, val if test is None else test
         elif val is None:

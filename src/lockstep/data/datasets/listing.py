@@ -156,8 +156,8 @@ def check_groups(splits: Mapping[str, Files]) -> None:
         if both := sorted(groups[one] & groups[other]):
             raise InputError(
                 f"dataset: the group {shown(os.fsdecode(both[0]))} has images in the {SPLIT_NAMES[one]} and in the "
-                f"{SPLIT_NAMES[other]} split, as {len(both):,} groups have; correct the splits, or remove "
-                "dataset.group_column and dataset.group_pattern"
+                f"{SPLIT_NAMES[other]} split, as {len(both):,} groups have; correct the splits, or remove what "
+                "names the groups: dataset.group_column and dataset.group_pattern, or the Dataset's method group"
             )
 
 
