@@ -83,6 +83,7 @@ assert before == json.dumps([value.tolist() for value in net.state_dict().values
 folder, sentences = given_one[1], []
 for call in (
     lambda: lockstep.train([f"resume={folder}", "steps=6"]),
+    lambda: lockstep.train([f"resume={folder}", "steps=6"], model=net),
     lambda: lockstep.load(folder),
     lambda: lockstep.load(by_name[1], model=net),
 ):
@@ -96,6 +97,7 @@ other = losses("batch=16", dataset=scans)
 option = losses("model.width=8", "model=own_net"), losses(model=OwnNet(width=8))
 print(json.dumps({
     "by name": by_name, "given": given_one, "sentences": sentences, "step": resumed.summary["step"],
+    "log": (resumed.folder / "train.log").read_text(),
     "predicted": len(lockstep.load(folder, model=net).predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))),
     "scans": other, "option": option, "wider": losses(model=MyNet(width=16)),
 }))
@@ -125,14 +127,33 @@ def test_an_object_trains_to_the_bit_as_the_same_option_by_name(one: dict[str, A
 
 
 def test_a_resume_and_weights_ask_for_the_object_again_and_take_it(one: dict[str, Any]) -> None:
-    resume, load, not_given = one["sentences"]
-    assert resume.startswith("model is MyNet of __main__, an object that a program gave to lockstep.train")
-    assert resume.endswith(
-        'lockstep.train(["resume=RUN"], model=MyNet(...)), or lockstep.load(RUN, model=MyNet(...))'
+    resume, half, load, not_given = one["sentences"]
+    model = "model is MyNet of __main__, an object that a program gave to lockstep.train"
+    objects = (
+        "model is MyNet of __main__ and loss is my_loss of __main__, objects that a program gave to lockstep.train"
     )
-    assert resume in load
+    assert resume.startswith(objects)
+    assert resume.endswith(
+        'lockstep.train(["resume=RUN"], model=MyNet(...), loss=my_loss), or lockstep.load(RUN, model=MyNet(...))'
+    )
+    assert half.startswith("loss is my_loss of __main__, an object that a program gave")
+    assert model in load
     assert not_given.endswith("model is DigitNet, which needs no object of a program; remove model=...")
     assert (one["step"], one["predicted"]) == (6, 2)
+
+
+def test_a_resume_with_the_objects_again_keeps_their_words_once(one: dict[str, Any]) -> None:
+    overrides = Run(Path(one["given"][1])).overrides
+    assert len({word.lstrip("+").partition("=")[0] for word in overrides if word != "steps=4"}) == len(overrides) - 1
+
+
+def test_the_lines_of_a_run_with_objects_name_their_classes_and_what_works_with_them(one: dict[str, Any]) -> None:
+    lines = one["log"].splitlines()
+    assert "     model  MyNet, " in one["log"]
+    run, given = f"outputs/{Path(one['given'][1]).name}", "model=MyNet(...), loss=my_loss"
+    ends = ("      loss  my_loss", f'lockstep.load("{run}", model=MyNet(...)).predict(PHOTO)')
+    for end in (*ends, f'lockstep.train(["resume={run}", "steps=12"], {given})'):
+        assert any(line.endswith(end) for line in lines), end
 
 
 def test_datasets_of_a_program_train(one: dict[str, Any]) -> None:
@@ -171,7 +192,7 @@ def test_rows_are_those_of_the_commands(one: dict[str, Any], monkeypatch: pytest
 
 
 def test_a_flag_of_the_command_is_no_word_of_a_program() -> None:
-    with pytest.raises(lockstep.InputError, match=r"'-m' is a flag, expected KEY=VALUE; a sweep is a command"):
+    with pytest.raises(lockstep.InputError, match=r"'-m' is a flag, expected KEY=VALUE; a sweep is lockstep.sweep"):
         lockstep.train(["-m", "seed=1,2"])
 
 

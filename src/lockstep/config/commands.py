@@ -181,7 +181,15 @@ def repeated_words(command: str, keys: Collection[str]) -> list[str]:
 
 
 def resume_command(run_dir: RunDir, job: Job, *overrides: str) -> str:
-    """The command that resumes a run, as the user would type it, with additional overrides."""
+    """The command that resumes a run, as the user would type it, with additional overrides.
+
+    It is a call of `lockstep.train` if the run has objects of a program.
+    """
+    from lockstep.config.extensions import arguments_of  # imported late: to start a command needs it nowhere
+
+    if objects := arguments_of(vars(job)):
+        words = [override("resume", relative(run_dir.path)), *overrides]
+        return f"lockstep.train({json.dumps(words)}, {', '.join(objects)})"
     words, keys = program_words(), {key for key, *_ in personal_values(job)} - {"output_root"}
     with suppress(UnreadableFile):
         words = repeated_words(read_text(run_dir.command), keys)

@@ -36,6 +36,8 @@ from lockstep.core import log
 from lockstep.core.errors import UNEXPECTED, InputError
 from lockstep.core.fields import leaves
 
+# A word that chooses an option or sets a key of one, and neither several keys nor a part of a list.
+_SETS_OPTION = re.compile(rf"\+*({'|'.join(GROUPS)})(\.[\w.]+)?=(?!\{{|extend_list)")
 # The keys of a job that are no groups.
 VALUE_KEYS = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
 
@@ -236,6 +238,12 @@ def overrides_that_fit(stored: Sequence[str], overrides: Sequence[str], configs:
         for text in stored
         if text.partition("=")[0] not in removals and not any(f"{key}.".startswith(gone) for key in keys[text])
     ]
+
+
+def without_replaced(stored: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The `stored` overrides but for choices and values of options that `overrides` replace, one by one."""
+    replacing = {key_of(text) for text in overrides if _SETS_OPTION.match(text)}
+    return [text for text in stored if not (_SETS_OPTION.match(text) and key_of(text) in replacing)]
 
 
 def _keys_set(text: str) -> list[str]:

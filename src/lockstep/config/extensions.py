@@ -14,7 +14,7 @@ import re
 import sys
 import tomllib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ ENTRY_POINTS = "lockstep.extensions"
 VARIABLE = "LOCKSTEP_EXTENSIONS"
 OBJECT = "object"  # `model=object` stands for an object that a program gives to `lockstep.train`
 OBJECT_CLASSES = {"model": "ModelObject", "dataset": "DatasetObject", "loss": "LossObject"}
+# What a program types to give an object of a group.
+_ARGUMENTS = {"model": "model={}(...)", "dataset": "dataset=lockstep.dataset(...)", "loss": "loss={}"}
 
 
 @dataclass(frozen=True)
@@ -165,14 +167,25 @@ def of_objects(group: str) -> dict[str, type[Any]]:
     return {OBJECT: vars(importlib.import_module(OBJECTS))[OBJECT_CLASSES[group]]} if group in OBJECT_CLASSES else {}
 
 
+def is_object(option: Any) -> bool:
+    """Whether an option stands for an object that a program gives to `lockstep.train`."""
+    return type(option).__module__ == OBJECTS
+
+
+def arguments_of(parts: Mapping[str, Any]) -> list[str]:
+    """What a program types to give the objects of options, by group."""
+    return [text.format(parts[group].type) for group, text in _ARGUMENTS.items() if is_object(parts.get(group))]
+
+
 def is_importable(cls: type[Any]) -> bool:
     """Whether another process can import the class of an option: it is ours, or an extension's."""
     return options.is_ours(cls) or any(extension.has(cls.__module__) for extension in active())
 
 
-def of_program() -> list[type[Any]]:
-    """The classes of options that this program itself declares, outside of extensions."""
-    return [cls for group in GROUPS for cls in options.declared(group).values() if not is_importable(cls)]
+def of_program() -> dict[tuple[str, str], type[Any]]:
+    """The classes of options that this program itself declares, outside of extensions, by group and name."""
+    classes = {(group, name): cls for group in GROUPS for name, cls in options.declared(group).items()}
+    return {key: cls for key, cls in classes.items() if not is_importable(cls)}
 
 
 def files(option: str) -> list[Path]:

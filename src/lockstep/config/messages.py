@@ -41,7 +41,7 @@ def translate(error: BaseException) -> LockstepError | None:
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         if group.startswith("-"):  # of a program: a command takes these for flags
-            sweep = "; a sweep is a command: lockstep train -m" * (group in ("-m", "--multirun"))
+            sweep = "; a sweep is lockstep.sweep([...]), or lockstep train -m" * (group in ("-m", "--multirun"))
             return InputError(f"{shown(group)} is a flag, expected KEY=VALUE{sweep}")
         if not sign and (proposal := _joined(error.override)):
             return InputError(

@@ -188,6 +188,11 @@ def declared(group: str) -> dict[str, type[Any]]:
     return {name: cls for (of, name), cls in _DECLARED.items() if of == group}
 
 
+def declare(classes: Mapping[tuple[str, str], type[Any]]) -> None:
+    """Declare classes by group and name, as another process has declared them."""
+    _DECLARED.update(classes)
+
+
 def classes_of(group: str) -> dict[str, type[Any]]:
     """All classes of a group by the names of their options: ours, and those of extensions that have been imported."""
     for module in {*modules_of(group).values()}:

@@ -98,6 +98,10 @@ def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
     `sweep` is whether other jobs run in this process.
     """
     resume.check_personal(resume.job)
+    if extensions.arguments_of(parts := vars(resume.job)):
+        from lockstep.training.objects import check_given  # few jobs have objects of a program
+
+        check_given(parts)
     resolved = resolve(resume.job, sweep=sweep, resumed=resume.checkpoint)
     if resume.job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; remove one of them")

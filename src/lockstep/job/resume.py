@@ -202,7 +202,7 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
     if "name" not in map(key_of, added):
         values["name"] = components.read_config(run_dir.config).get("name", values["name"])
     _check_kept_config(run_dir, own, values, [key_of(text) for text in added])
-    return values, (*fitting, *added)
+    return values, (*composition.without_replaced(fitting, added), *added)
 
 
 def _missing_extensions(run_dir: RunDir) -> str:

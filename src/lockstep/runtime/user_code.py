@@ -49,14 +49,14 @@ def code_of(config: Mapping[str, Any], parts: Iterable[Any] = ()) -> dict[str, U
     """The code of the classes that a config names, and of further classes and functions, by package or module."""
     targets = {str(value) for key, value in leaves(config) if key.endswith(f".{TARGET}")}
     used = (extension for extension in extensions.active() if any(map(extension.has, targets)))
-    named = [cls for cls in extensions.of_program() if options.target_of(cls) in targets]
+    named = [cls for cls in extensions.of_program().values() if options.target_of(cls) in targets]
     return {extension.package: read(extension.folder) for extension in used} | _code_in([*named, *parts])
 
 
 def code_here() -> dict[str, UserCode]:
     """The code of all extensions, and of the options that this program declares, by package or module."""
     here = {extension.package: read(extension.folder) for extension in extensions.active()}
-    return here | _code_in(extensions.of_program())
+    return here | _code_in(extensions.of_program().values())
 
 
 def _code_in(parts: Iterable[Any]) -> dict[str, UserCode]:

@@ -1,6 +1,7 @@
 """The lines that main shows the user before a run and after it."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.commands import key_of, resume_command, shell_command
+from lockstep.config.extensions import arguments_of, is_object
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.model_card import CLASSES, VALUES
@@ -162,6 +164,7 @@ def say_start(
     epochs_shown = f"{epochs:,.2f}".rstrip("0").rstrip(".") if epochs >= 0.01 else "less than 0.01"
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     test = "" if data.test is None else f"{len(data.test):,} to test, "
+    source = named(job.dataset) if is_object(job.dataset) else type(job.dataset).__name__
     last_words = {key_of(word): word for word in run.overrides}  # a resume adds its own
     rows = {
         "run": relative(run_dir.path),
@@ -174,7 +177,7 @@ def say_start(
                 *[str(state.freezing)] * bool(str(state.freezing)),
             ]
         ),
-        "data": f"{type(job.dataset).__name__}{_place(job.dataset)}, {len(data.train):,} to train on, "
+        "data": f"{source}{_place(job.dataset)}, {len(data.train):,} to train on, "
         f"{len(data.val):,} to evaluate, {test}{_classes(job, data)}, {shape}"
         f"{_input_reason(job, composed, auto_sizes)}",
         "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}",
@@ -262,6 +265,11 @@ def say_ending(
     longer = patient if trainer.ended_early else train_longer(job, trainer.plan, progress.step).split()
     if not trainer.ended_early or job.train.patience is not None:  # else by a callback, which would end it again
         log.say_command("train longer", resume_command(run_dir, job, *longer))
-    if job.dataset.reads_files:
+    of_program = arguments_of({"model": job.model})
+    if of_program:  # no command can build it
+        folder = json.dumps(str(relative(run_dir.path)))
+        log.say_command("predict", f"lockstep.load({folder}, {of_program[0]}).predict(PHOTO)")
+    elif job.dataset.reads_files:
         for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):
-            log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))
+            if verb != "evaluate" or not is_object(job.loss):
+                log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))

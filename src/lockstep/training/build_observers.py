@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.config import components
+from lockstep.config.extensions import is_object
 from lockstep.config.options import is_ours, name_of
 from lockstep.config.roles import TARGET
 from lockstep.config.schema import GROUPS, MANY
@@ -312,6 +313,6 @@ def _short(value: object) -> str | float:
 def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     """`named` with the name of the option, such as `adamw`, in the place of the class."""
     cls = type(component)
-    if not is_ours(cls):
+    if not is_ours(cls) and not is_object(component):
         return name_of(cls)
     return named(component, leave_out).replace(cls.__name__, name_of(cls), 1)

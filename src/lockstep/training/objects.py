@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.config import components, options
 from lockstep.config.commands import override
-from lockstep.config.extensions import OBJECT, OBJECT_CLASSES
+from lockstep.config.extensions import OBJECT, OBJECT_CLASSES, arguments_of, is_object
 from lockstep.config.options import OBJECTS, known
 from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.errors import InputError
@@ -29,20 +29,26 @@ from lockstep.data.datasets.items import DatasetOption
 from lockstep.models.nets import Network
 from lockstep.training.resolved_job import ResolvedJob, chosen_options
 
-# What a program types to give an object of a group again.
-IN_CALLS = {"model": "model={}(...)", "dataset": "dataset=lockstep.dataset(...)", "loss": "loss={}"}
-
 
 def original_of(group: str, option: Any) -> Any:
     """The object that `option` stands for. Raises InputError: only the program that began the run had it."""
-    if (original := vars(option)["original"]) is None:
-        again = IN_CALLS[group].format(option.type)
-        to_use = f", or lockstep.load(RUN, {again})" if group == "model" else ""
-        raise InputError(
-            f"{group} is {option.type} of {option.module}, an object that a program gave to lockstep.train, and no "
-            f'file has it; give it again: lockstep.train(["resume=RUN"], {again}){to_use}'
-        )
-    return original
+    check_given({group: option})
+    return vars(option)["original"]
+
+
+def check_given(parts: Mapping[str, Any]) -> None:
+    """Raise InputError if some of these options, by group, stand for objects that were not given."""
+    missing = {group: part for group, part in parts.items() if is_object(part) and vars(part)["original"] is None}
+    if not missing:
+        return
+    objects = " and ".join(f"{group} is {part.type} of {part.module}" for group, part in missing.items())
+    are, them = ("an object", "it") if len(missing) == 1 else ("objects", "them")
+    calls = arguments_of(missing)
+    to_use = f", or lockstep.load(RUN, {calls[0]})" if "model" in missing else ""
+    raise InputError(
+        f"{objects}, {are} that a program gave to lockstep.train, and no file has {them}; give {them} again: "
+        f'lockstep.train(["resume=RUN"], {", ".join(calls)}){to_use}'
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,6 +16,7 @@ from typing import Any
 import lockstep
 from lockstep.checkpoint.reading import difference
 from lockstep.config import components
+from lockstep.config.extensions import is_object
 from lockstep.config.roles import fields_with
 from lockstep.config.schema import GROUPS, Job, TrainBlock
 from lockstep.core.data_protocols import Source
@@ -99,7 +100,12 @@ def described(callbacks: Mapping[str, Callback]) -> dict[str, str]:
 
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """`describe` for the user: without empty parentheses, and a model of a library by its name there."""
+    """`describe` for the user: without empty parentheses, and a model of a library by its name there.
+
+    An object of a program is the name of its class, or of a function.
+    """
+    if is_object(component):
+        return str(component.type)
     if component.library_name is not None:
         text = describe(component, leave_out | {"name"})
         return text.replace(type(component).__name__, component.library_name, 1).removesuffix("()")
