@@ -4,7 +4,7 @@ Importing the package imports no torch, so that `--help` stays fast.
 """
 
 from lockstep.core import systems  # noqa: F401, I001  # first: the others need POSIX
-from lockstep.api import Result, Rows, compare, compose, dataset, load, main, runs, train
+from lockstep.api import Result, Rows, compare, compose, dataset, load, main, runs, sweep, train
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Callback, Observer, RunInfo, TrainingRun
@@ -25,6 +25,7 @@ __all__ = [
     "main",
     "option",
     "runs",
+    "sweep",
     "train",
 ]
 __version__ = "0.1.0"

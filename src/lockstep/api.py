@@ -1,17 +1,17 @@
-"""The functions for other programs: `lockstep.main`, `train`, `compose` and `load`."""
+"""The functions for other programs: `lockstep.main`, `train`, `sweep`, `compose` and `load`."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, shown
 from lockstep.core.launch_env import check_launched, launched_place
 from lockstep.core.native_threads import sleep_soon
 from lockstep.runtime import signals
@@ -108,21 +108,93 @@ def train(
         InputError: the config, the data or the machine does not fit the job, or this process is one of several ranks.
         LockstepError: the job ended early: by a stop (Ctrl-C), a loss that is not finite, or a rank that failed.
     """
+    _check_caller("train")
+    sleep_soon()
+    from lockstep.runtime.guest import guest
+
+    words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
+    with guest(), ExitStack() as ending:
+        parts = {"model": model, "dataset": dataset, "loss": loss, **options}
+        words, objects = _prepared(ending, words, extensions, verbose, parts)
+        return _trained(ending, words, objects, callbacks)
+
+
+def sweep(
+    overrides: Sequence[str] = (),
+    *,
+    model: nn.Module | Model | None = None,
+    dataset: Source | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | Loss | None = None,
+    extensions: Sequence[str] = (),
+    verbose: bool = True,
+    **options: Any,
+) -> Rows:
+    """Run a sweep from a script or a notebook, wait for its end, and return its jobs: `lockstep.runs(FOLDER)`.
+
+    It is `lockstep train -m` in a process of its own. The same call resumes a sweep that was stopped, and adds new
+    values to one that is done.
+
+    Args:
+        overrides: the words after `lockstep train -m`: `["model=resnet18,resnet34", "epochs=3"]`.
+        model: as for `lockstep.train`, and so are `dataset`, `loss`, `extensions` and `options`. All jobs have the
+            same objects. An object of an option's class can be swept: `model=Net()` and `model.width=8,16`.
+        verbose: whether to show what the command shows. Without, only failures are shown, on standard error.
+
+    Raises:
+        InputError: the line, the data or the machine does not fit; no job has started.
+        LockstepError: the sweep was stopped (Ctrl-C), or jobs have failed, and the others are done. It names them,
+            and its class is the one that `lockstep.train` raises for the first.
+    """
+    _check_caller("sweep")
+    if flags := [word for word in overrides if word.startswith("-")]:
+        raise InputError(f"{shown(flags[0])} is a flag, expected KEY=VALUE")
+    from lockstep.cli.sweep import run_sweep
+    from lockstep.runtime.guest import guest
+
+    with guest(), ExitStack() as ending:
+        parts = {"model": model, "dataset": dataset, "loss": loss, **options}
+        words, objects = _prepared(ending, overrides, extensions, verbose, parts)
+        folder = run_sweep(words, objects, verbose=verbose)
+    return runs(folder)
+
+
+def _check_caller(name: str) -> None:
+    """Raise InputError if the function of this name was called where it cannot work: in a thread, or in a rank."""
     if threading.current_thread() is not threading.main_thread():
         raise InputError(
-            "lockstep.train was called in a thread, where Python hears no signal that stops a run; call it in the "
+            f"lockstep.{name} was called in a thread, where Python hears no signal that stops a run; call it in the "
             "program's main thread, or start the command lockstep train"
         )
     check_launched()
     if (size := launched_place().size) > 1:
         raise InputError(
-            f"lockstep.train was called in one of {size} ranks, and each would train alone; start the script once "
+            f"lockstep.{name} was called in one of {size} ranks, and each would train alone; start the script once "
             "and give ranks=N, or start the command lockstep train in each rank"
         )
-    sleep_soon()
-    from lockstep.config import composition
+
+
+def _prepared(
+    ending: ExitStack, overrides: Sequence[str], extensions: Sequence[str], verbose: bool, parts: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """The words of a call, and the objects for which their options stand. Until its `ending`, it may be quiet."""
     from lockstep.config import extensions as known
     from lockstep.core.console import quiet
+
+    if not verbose:
+        ending.enter_context(quiet())
+    known.use(extensions)
+    if not (chosen := {group: part for group, part in parts.items() if part is not None}):
+        return [*overrides], {}
+    from lockstep.training.objects import in_words  # most runs are words alone
+
+    return in_words(chosen, overrides)
+
+
+def _trained(
+    ending: ExitStack, words: list[str], objects: Mapping[str, Any], callbacks: Sequence[Callback]
+) -> Result:
+    """Train the job of these words, from its config to its result."""
+    from lockstep.config import composition
     from lockstep.core.figures import read_figures
     from lockstep.core.locks import Lock
     from lockstep.core.run import Run
@@ -131,29 +203,18 @@ def train(
     from lockstep.job.resume import decide_resume
     from lockstep.job.validate import named_objects
     from lockstep.job.worker import start_job
-    from lockstep.runtime.guest import guest, sleeping_soon
+    from lockstep.runtime.guest import sleeping_soon
 
-    parts = {"model": model, "dataset": dataset, "loss": loss, **options}
-    parts, objects = {group: part for group, part in parts.items() if part is not None}, dict[str, Any]()
-    words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
-    with guest(), ExitStack() as locked:
-        if not verbose:
-            locked.enter_context(quiet())
-        known.use(extensions)
-        if parts:
-            from lockstep.training.objects import in_words  # most runs are words alone
-
-            words, objects = in_words(parts, words)
-        with composition.invoked(words) as (values, invocation):
-            if invocation.folder is not None:  # for a command, Hydra creates the folder
-                locked.callback(remove_empty, absent(invocation.folder))
-                with storing(invocation.folder):
-                    invocation.folder.mkdir(parents=True, exist_ok=True)
-            lock = locked.enter_context(closing(Lock()))
-            resume = replace(decide_resume(values, invocation), objects=objects, callbacks=callbacks)
-            prepared, job = create_run(resume, lock)
-        with prepared as run_dir, nullcontext() if job.launcher.starts_ranks else sleeping_soon():
-            objective = start_job(run_dir, job, named_objects(job, callbacks))
+    with composition.invoked(words) as (values, invocation):
+        if invocation.folder is not None:  # for a command, Hydra creates the folder
+            ending.callback(remove_empty, absent(invocation.folder))
+            with storing(invocation.folder):
+                invocation.folder.mkdir(parents=True, exist_ok=True)
+        lock = ending.enter_context(closing(Lock()))
+        resume = replace(decide_resume(values, invocation), objects=objects, callbacks=callbacks)
+        prepared, job = create_run(resume, lock)
+    with prepared as run_dir, nullcontext() if job.launcher.starts_ranks else sleeping_soon():
+        objective = start_job(run_dir, job, named_objects(job, callbacks))
     return Result(
         folder=run_dir.path,
         objective=objective,
@@ -258,7 +319,14 @@ def load(
 
 
 class Rows(list[dict[str, Any]]):
-    """The rows of a table, dictionaries by column."""
+    """The rows of a table, dictionaries by column.
+
+    Fields:
+        folder: where the runs are that the rows are about, below which each has its `name`; None if `compare` has
+            several.
+    """
+
+    folder: Path | None = None
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`. Raises InputError without pandas."""
@@ -279,10 +347,13 @@ def runs(
     from lockstep.records.runs import existing
     from lockstep.report.runs import listed, without_status
 
-    rows, _, damaged = listed(existing(str(folder)), sort=sort, filters=filters, columns=columns)
+    root = existing(str(folder))
+    listed_rows, _, damaged = listed(root, sort=sort, filters=filters, columns=columns)
     if damaged:
         raise InputError(*damaged)
-    return Rows(json.loads("\n".join(json_lines([without_status(row) for row in rows]))))
+    rows = Rows(json.loads("\n".join(json_lines([without_status(row) for row in listed_rows]))))
+    rows.folder = root
+    return rows
 
 
 def compare(*paths: str | Path, by: Sequence[str] = (), sort: str | None = None, columns: Sequence[str] = ()) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from omegaconf import DictConfig
 from lockstep.config.commands import program_name, program_words, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.launch_env import follows, is_launched, started_by
+from lockstep.core.launch_env import SWEEP_FOLDER, follows, is_launched, started_by
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import absent, check_names, remove_empty
@@ -97,6 +98,8 @@ class SweepCallbacks(Callback):
             with loading():
                 configure_native_threads()  # before the classes that say which score decides import torch
             ledger = choose_folder(config)
+        if SWEEP_FOLDER in os.environ:
+            Path(os.environ[SWEEP_FOLDER]).write_text(str(ledger.folder))
         atexit.register(remove_refused, ledger, new)
         with program.bypass_hydra_errors():
             check_names(ledger.folder, *CHECKED_PATTERNS)

@@ -6,16 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import components, composition
+from lockstep.config import components, composition, extensions
 from lockstep.config.roles import identity_of, values_with
+from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, leaves
 from lockstep.core.monitor import monitor_of
 from lockstep.core.tags import LOSS
 from lockstep.job.resume import refuse_in_sweep
 from lockstep.records.ledger import Ledger
 from lockstep.records.runs import is_below
-from lockstep.runtime.forking import import_for_ranks
+from lockstep.runtime.forking import can_fork, import_for_ranks
 from lockstep.sweeps.devices import Needs
+from lockstep.training.resolved_job import chosen_options
 
 
 def kind(values: Mapping[str, Any]) -> str:
@@ -24,16 +26,23 @@ def kind(values: Mapping[str, Any]) -> str:
     return json.dumps(deciding, sort_keys=True, default=str)
 
 
-def needs_of(composed: Any, machine: Needs) -> Needs:
+def needs_of(composed: Any, machine: Needs, objects: Mapping[str, Any] | None = None) -> Needs:
     """The devices of a job on a `machine` that has these, and what it is.
 
     On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
-    With fewer threads (`launcher.threads=1`), more jobs run at once.
+    With fewer threads (`launcher.threads=1`), more jobs run at once. `objects` are those of a program, by group.
     """
     values = composition.of_sweep(composed)
-    job = components.build_job(values)
+    job = components.build_job(values, objects)
     refuse_in_sweep(job.resume)
     launcher = job.launcher
+    elsewhere = launcher.submits or not can_fork()
+    of_program = not all(extensions.is_importable(type(option)) for option in chosen_options(job))
+    if of_program and (elsewhere or composed.hydra.runtime.choices["hydra/launcher"] != "pool"):
+        raise InputError(
+            "only jobs that are forked on this machine have objects and classes of a program; put the classes into a "
+            "package, as options (@lockstep.option), and choose them by their names"
+        )
     built, ledger = components.plain(job), Ledger(Path(composed.hydra.sweep.dir))
     swept = ledger.identity().swept if ledger.exists else ()  # jobs that differ in any of these are not one job
     deciding = identity_of(built) | {key: value for key, value in leaves(built) if is_below(key, swept)}

@@ -18,6 +18,8 @@ RUN_FOLDER = "LOCKSTEP_RUN_FOLDER"  # the run folder of a job on several machine
 AGENT = "lockstep"  # the name that our own agents of torch have for a job
 # The variable with the number of the SLURM job in which `launcher=slurm` has started this process.
 SUBMITTED = "LOCKSTEP_SLURM_JOB"
+# The variable with the file in which a sweep writes its folder, for the program that has started it.
+SWEEP_FOLDER = "LOCKSTEP_SWEEP_FOLDER"
 # The ports at which ranks can meet: below the ports that Linux assigns by itself.
 PORTS = range(10_000, 30_000)
 # The variables that `srun` sets for each task of a step.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import files
 from lockstep.checkpoint.reading import check_fingerprint
-from lockstep.config import components, composition
+from lockstep.config import components, composition, extensions
 from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of, override
 from lockstep.core import log
 from lockstep.core.data_protocols import Source

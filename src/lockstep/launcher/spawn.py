@@ -176,7 +176,9 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     errors.sort(key=lambda error: error["time"])
     first: dict[str, Any] = errors[0]
     if not first["known"]:
-        return RankFailed(f"rank {first['rank']} failed: {first['sentence']}", first["traceback"])
+        failed = RankFailed(f"rank {first['rank']} failed: {first['sentence']}", first["traceback"])
+        failed.add_note(failed.details)  # for a program; the command shows it, too
+        return failed
     # A rank that hangs wrote where it was and which ranks of its machine were suspended: combine these facts.
     places: dict[str, str] = {}
     for error in errors:

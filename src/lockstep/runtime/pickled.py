@@ -4,13 +4,14 @@ import dataclasses
 import importlib
 import importlib.util
 import io
+import linecache
 import pickle
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from lockstep.core.errors import InputError
@@ -38,7 +39,8 @@ def packed(objects: tuple[Any, ...]) -> Iterator[tuple[str, ...]]:
         return
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         file = Path(folder, "objects.pickle")
-        file.write_bytes(pickle.dumps(([*sys.path], _pickled(objects))))
+        cells = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
+        file.write_bytes(pickle.dumps(([*sys.path], cells, _pickled(objects))))
         yield (str(file),)
 
 
@@ -49,7 +51,10 @@ def _pickler() -> Any:
 
     class ByCode(importlib.import_module("cloudpickle").Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            """By its name, because dataclasses compare it by identity."""
+            """MISSING by its name, because dataclasses compare it by identity; code with its file, for tracebacks."""
+            if isinstance(value, CodeType):
+                create, facts = self.dispatch_table[CodeType](value)
+                return create, tuple(value.co_filename if fact == "<dynamic-code>" else fact for fact in facts)
             return "MISSING" if value is dataclasses.MISSING else super().reducer_override(value)
 
     return ByCode
@@ -68,8 +73,9 @@ def _pickled(objects: tuple[Any, ...]) -> bytes:
 
 
 def unpacked(file: Path) -> tuple[Any, ...]:
-    """The objects in a file of `packed`, after this process got the import path of the program."""
-    paths, content = pickle.loads(file.read_bytes())
+    """The objects in a file of `packed`, after this process got the import path and the cells of the program."""
+    paths, cells, content = pickle.loads(file.read_bytes())
+    linecache.cache |= cells
     sys.path += [path for path in paths if path not in sys.path]
     objects: tuple[Any, ...] = pickle.loads(content)
     return objects

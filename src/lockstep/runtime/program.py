@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,21 @@ from lockstep.runtime.signals import (
 
 # Longer lines, in characters, are shown without their middle.
 LONGEST_LINE = 800
+
+
+def say(error: LockstepError, label: str = "") -> None:
+    """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
+    if isinstance(error, Stopped) and not reports_stops():
+        return
+    stderr = standard("stderr")  # the exit code still tells the kind of error
+    with impatient():
+        if isinstance(error, RankFailed) and error.details:
+            stderr.write(escaped(error.details.rstrip()) + "\n")
+        for line in filter(None, str(error).split("\n")):
+            if len(line) > LONGEST_LINE:
+                line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+            stderr.write(f"{wrapped(f'lockstep: {label}{line}', stream='stderr')}\n")
+        stderr.flush()
 
 
 class JobError(BaseException):
@@ -85,12 +100,12 @@ def bypass_hydra_errors() -> Iterator[None]:
 
 
 @contextmanager
-def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
+def command_line(*, stopped: str = STOPPED_EARLY, says: Callable[[LockstepError], object] = say) -> Iterator[None]:
     """End the program with one sentence and the right exit code; a user's mistake shows no traceback.
 
     By default, Hydra prints its errors itself and exits with 1 for all of them. With HYDRA_FULL_ERROR it raises them,
     so this function sets the variable and translates the errors. If the user has set it, the traceback is also shown.
-    `stopped` is the sentence for a stop.
+    `stopped` is the sentence for a stop. `says` is told the error.
     """
     full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -116,12 +131,12 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
         early = Stopped(stopped) if stop.requested else None
         error = raised.error if isinstance(raised, JobError) else raised
         if isinstance(error, LockstepError):  # with nothing to import: the source may have changed during a long run
-            _end(error, error if isinstance(raised, JobError) else early or error, full)
+            _end(error, error if isinstance(raised, JobError) else early or error, full, says)
         from lockstep.config.messages import translate, translate_before_job
 
         if isinstance(raised, JobError):
-            _end(error, translate(error) or early, full)
-        _end(raised, early or translate(raised) or translate_before_job(raised), full)
+            _end(error, translate(error) or early, full, says)
+        _end(raised, early or translate(raised) or translate_before_job(raised), full, says)
     stop.ignore_signals()
 
 
@@ -148,25 +163,12 @@ def finish() -> NoReturn:
     leave(0)
 
 
-def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoReturn:
+def _end(
+    error: BaseException, shown: LockstepError | None, full: bool, says: Callable[[LockstepError], object]
+) -> NoReturn:
     if full or shown is None:
         sys.stderr.write(escaped("".join(traceback.format_exception(error))))
     if shown is None:
         leave(LockstepError.exit_code)
-    say(shown)
+    says(shown)
     leave(shown.exit_code)
-
-
-def say(error: LockstepError, label: str = "") -> None:
-    """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
-    if isinstance(error, Stopped) and not reports_stops():
-        return
-    stderr = standard("stderr")  # the exit code still tells the kind of error
-    with impatient():
-        if isinstance(error, RankFailed) and error.details:
-            stderr.write(escaped(error.details.rstrip()) + "\n")
-        for line in filter(None, str(error).split("\n")):
-            if len(line) > LONGEST_LINE:
-                line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-            stderr.write(f"{wrapped(f'lockstep: {label}{line}', stream='stderr')}\n")
-        stderr.flush()

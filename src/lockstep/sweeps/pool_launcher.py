@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import command_of_program
 from lockstep.config.composition import words_of_job
-from lockstep.config.hydra_policy import as_typed
+from lockstep.config.hydra_policy import as_typed, works_for_lockstep
 from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
@@ -37,7 +37,7 @@ from lockstep.core.table import shortened
 from lockstep.core.terminal import impatient
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied
-from lockstep.runtime.program import say
+from lockstep.runtime.program import JobError, say
 from lockstep.sweeps.devices import Devices, Needs
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class PoolLauncher(Callback):
             try:
                 records = self._launch(ledger, job_overrides, initial_job_idx)
             except (Stopped, Interrupted, StorageError) as error:
+                if works_for_lockstep():
+                    raise JobError(error) from error
                 say(error)
                 sys.exit(error.exit_code)
             assert self.view is not None

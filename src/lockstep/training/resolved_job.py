@@ -75,7 +75,7 @@ def load_job(path: Path) -> ResolvedJob:
     return ResolvedJob.of(components.build_job(components.read_config(path)))
 
 
-def chosen_options(job: ResolvedJob) -> list[Any]:
+def chosen_options(job: Job) -> list[Any]:
     """The options of all groups of a job."""
     chosen = [getattr(job, group) for group in GROUPS]
     return [option for own in chosen for option in (own.values() if isinstance(own, Mapping) else [own])]
