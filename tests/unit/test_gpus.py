@@ -135,8 +135,10 @@ def add_by_gloo(tensors: list[Tensor]) -> None:
         thread.join()
 
 
-def examined(monkeypatch: pytest.MonkeyPatch, add: Callable[[list[Tensor]], None], **broken: Any) -> list[Finding]:
-    """What `doctor` says of a job on four GPUs, after the lines of the single ones."""
+def examined(
+    monkeypatch: pytest.MonkeyPatch, add: Callable[[list[Tensor]], None], ranks: int = 4, **broken: Any
+) -> list[Finding]:
+    """What `doctor` says of a job on GPUs, after the lines of the single ones."""
     driver(monkeypatch)
     Wires(monkeypatch, **{"broken": set(), **broken})
     fakes = {
@@ -150,8 +152,8 @@ def examined(monkeypatch: pytest.MonkeyPatch, add: Callable[[list[Tensor]], None
     monkeypatch.setattr(torch.cuda.nccl, "all_reduce", add)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
     job = resolved("model=linear", "device=cpu", "strategy=ddp", "launcher=spawn", "launcher.threads=1")
-    launcher = replace(job.launcher, ranks=4, backend="nccl")
-    return [*examination.devices(replace(job, device="cuda", launcher=launcher))][5:]
+    launcher = replace(job.launcher, ranks=ranks, backend="nccl")
+    return [*examination.devices(replace(job, device="cuda", launcher=launcher))][ranks + 1 :]
 
 
 def test_gpus_that_copy_and_add_right_are_fine_and_their_paths_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +161,8 @@ def test_gpus_that_copy_and_add_right_are_fine_and_their_paths_are_shown(monkeyp
     assert topology.text == "NVLink (see nvidia-smi topo -m) between GPUs 0-1, 0-2, 0-3, 1-2, 1-3, 2-3"
     assert (copies.level, copies.text) == ("ok", "numbers that are copied between 4 GPUs arrive as they were")
     assert (nccl.level, nccl.text) == ("ok", "2.28.3 adds over 4 GPUs")
+    (alone,) = examined(monkeypatch, add_by_gloo, ranks=1)
+    assert alone.text == "2.28.3 adds over 1 GPU"
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (3, 0)])
