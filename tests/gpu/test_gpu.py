@@ -305,6 +305,13 @@ def noise(folder: Path, *overrides: str) -> Path:
     return folder
 
 
+def test_evaluations_leave_no_memory_reserved(tmp_path: Path) -> None:
+    job = ("model=linear", "dataset.size=64", "loader=streaming", "steps=12")
+    few, many = (noise(tmp_path / str(every), *job, f"train.eval_every={every}") for every in (12, 1))
+    reserved = [json.loads((folder / "summary.json").read_text())["gpu_memory"] for folder in (few, many)]
+    assert reserved[1] < reserved[0] + 50e6, "a stream for each would keep 20 MB or more"
+
+
 def assert_same_bits(one: Path, other: Path) -> None:
     actual, expected = weights(one), weights(other)
     assert actual.keys() == expected.keys()
