@@ -17,13 +17,14 @@ from typing import Any
 
 from lockstep.cli.train import train_command
 from lockstep.config import extensions, options
+from lockstep.config.extensions import MAIN
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.launch_env import SWEEP_FOLDER
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.launcher.processes import Fresh, forwarding
 from lockstep.records.ledger import Ledger
 from lockstep.runtime import signals
-from lockstep.runtime.pickled import MAIN, packed, unpacked
+from lockstep.runtime.pickled import packed, unpacked
 
 ERROR = "error.pickle"
 

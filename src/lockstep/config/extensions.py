@@ -33,6 +33,7 @@ _DECLARED = re.compile(
 ENTRY_POINTS = "lockstep.extensions"
 # The variable that tells the ranks which extensions the program named, and in which folders they are.
 VARIABLE = "LOCKSTEP_EXTENSIONS"
+MAIN = "__main__"  # the module of a script, or of the cells of a notebook
 OBJECT = "object"  # `model=object` stands for an object that a program gives to `lockstep.train`
 OBJECT_CLASSES = {"model": "ModelObject", "dataset": "DatasetObject", "loss": "LossObject"}
 # What a program types to give an object of a group.

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.extensions import MAIN
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import best_classes, log_odds, probabilities
@@ -19,7 +20,6 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
-from lockstep.runtime.pickled import MAIN
 from lockstep.training.evaluate import logits_of
 from lockstep.training.trained import KEY, Trained, load_trained
 

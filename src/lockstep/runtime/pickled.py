@@ -14,9 +14,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from lockstep.config.extensions import MAIN
 from lockstep.core.errors import InputError
-
-MAIN = "__main__"  # the module of a script, or of the cells of a notebook
 
 
 class ByName(pickle.Pickler):

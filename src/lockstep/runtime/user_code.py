@@ -21,6 +21,7 @@ from types import FunctionType
 from typing import Any
 
 from lockstep.config import extensions, options
+from lockstep.config.extensions import MAIN
 from lockstep.config.roles import TARGET
 from lockstep.core import safe_read
 from lockstep.core.fields import leaves
@@ -29,7 +30,6 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import KB, MB, UnreadableFile
 from lockstep.core.safe_write import write_atomic
 from lockstep.runtime.environment import UNKNOWN, git
-from lockstep.runtime.pickled import MAIN
 
 FILES_LISTED = 300  # the files of a larger package are known by their common hash alone
 FILES_SHOWN = 4
@@ -71,7 +71,7 @@ def _code_in(parts: Iterable[Any]) -> dict[str, UserCode]:
         if place is not None and not _is_installed(Path(place)):
             code[name] = read(Path(place))
         elif place is None and name == MAIN:
-            sources = _sources_of_cells(of_module)
+            sources = {own: text for own, text in _sources_of_cells(of_module).items() if text}
             hashes = {own: hashlib.sha256(text.encode()).hexdigest() for own, text in sorted(sources.items())}
             code[name] = UserCode(_facts(hashes, {"place": "", "git": UNKNOWN, "git_changes": UNKNOWN}), b"")
     return code

@@ -10,6 +10,7 @@ from lockstep.checkpoint.files import MODEL, load_weights
 from lockstep.checkpoint.reading import check_tensors
 from lockstep.checkpoint.weights import read_card, weights_file
 from lockstep.config import components, extensions
+from lockstep.config.extensions import MAIN
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers, is_sound
@@ -20,7 +21,6 @@ from lockstep.core.run_dir import LATEST
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.models.nets import check_size, sketch, without_weights
 from lockstep.precision import FP32
-from lockstep.runtime.pickled import MAIN
 
 KEY = "weights"  # the first word of the errors
 
