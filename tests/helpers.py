@@ -263,19 +263,23 @@ def forks() -> Forks:
 
 def forks_of(python: str) -> Forks:
     """A new interpreter of the environment of `python`, which has imported what commands need."""
-    commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweeps.sweepers", "lockstep.cli.main")
-    commands += ("lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.sweeps.pool")
-    commands += ("lockstep.optim.schedule",)
+    commands = ("job.worker", "job.prepare", "sweeps.sweepers", "sweeps.pool", "inference.evaluate")
+    commands += ("cli.main", "cli.train", "cli.run", "cli.needs", "cli.callbacks")
+    parts = ("optim.schedule", "data.datasets.folder", "models.zoo", "tasks", "telemetry.loggers")
+    parts += ("telemetry.tensorboard", "diagnostics.listener", "report.listener")
+    ours = [f"lockstep.{name}" for name in (*commands, *parts)]
     # An optimizer wants `torch._dynamo`. The libraries come with a metric, a log in TensorBoard, a folder of images.
     scores = ("sklearn.metrics", "scipy.special", "scipy.stats")
-    written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
+    written = ("torch.utils.tensorboard", "torch.utils.serialization.config")
+    written += tuple(f"tensorboard.plugins.{name}" for name in ("custom_scalar.summary", "hparams.metadata"))
     # Every command imports Hydra's plugins, and a fork that calls a function of a test file imports pytest.
     plugins = [f"hydra_plugins.lockstep.{name}" for name in ("named_options", "sweeps")]
-    hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
+    hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source", "file_config_source")
+    hydra += ("structured_config_source", "bash_completion", "fish_completion", "zsh_completion")
     plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
-    images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")
+    images = ("torchvision.io", *(f"PIL.{kind}ImagePlugin" for kind in ("Bmp", "Gif", "Jpeg", "Ppm", "Png")))
     libraries = ("timm", "torch._dynamo", "torchvision", *scores, *images, *written, "pytest")
-    return Forks(*commands, *plugins, *libraries, python=python)
+    return Forks(*ours, *plugins, *libraries, python=python)
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
