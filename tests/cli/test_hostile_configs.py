@@ -271,7 +271,9 @@ def test_no_search_path_imports_a_package(run: Run, tmp_path: Path, scheme: str)
     ],
 )
 def test_hydra_is_not_told_by_other_words_either(run: Run, tmp_path: Path, content: dict[str, Any]) -> None:
-    refused(run("train.py", *primary(tmp_path, content), "-m", f"output_root={tmp_path}"), tmp_path / "mark")
+    refused(
+        run("train.py", *primary(tmp_path, content), "-m", "seed=1,2", f"output_root={tmp_path}"), tmp_path / "mark"
+    )
 
 
 def test_no_pickle_is_read_for_a_rerun(run: Run, tmp_path: Path) -> None:
