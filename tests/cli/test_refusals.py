@@ -18,7 +18,7 @@ import torch
 from torchvision.io import write_jpeg
 
 from helpers import built, created, refusal, train, train_here, tree
-from lockstep.config import components, messages
+from lockstep.config import components, composition, messages
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
@@ -363,6 +363,18 @@ def test_a_recipe_cannot_say_batch_auto_which_hides_its_own_batch(tmp_path: Path
 def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> None:
     message = refusal(tmp_path / "runs", "optimizer.lr=0", "augment=shift", "augment.pad=-1", "launcher.ranks=0")
     assert [line.split()[0] for line in message.splitlines()] == ["augment.pad", "launcher.ranks", "optimizer.lr"]
+
+
+def test_a_key_of_a_recipe_is_left_out_where_another_option_is_typed_and_a_typed_one_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("experiment=photos", "dataset=fake", "batch=4")
+    job = components.build_job(composition.composed([*words, "model=linear"]))
+    assert type(job.model).__name__ == "Linear"
+    assert "experiment=photos sets model.pretrained: not for model=linear" in capsys.readouterr().err
+    typed = composition.composed([*words, "model=linear", "model.pretrained=true"])
+    with pytest.raises(InputError, match=r"model\.pretrained is not a key of model=Linear"):
+        components.build_job(typed)
 
 
 def test_a_wrong_key_in_a_recipe_names_the_file(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Image files that are listed in a table."""
 
 import csv
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -129,6 +130,24 @@ def test_a_wrong_line_is_named_by_its_number(root: Path, lines: list[str], sente
     with pytest.raises(InputError, match=f"^dataset.*{sentence}") as caught:
         source(root, *lines).prepare()
     assert "\n" not in str(caught.value)
+
+
+def test_all_wrong_lines_are_told_at_once(root: Path) -> None:
+    lines = [*LINES, "a.png,cat", ",cat,train", "c.png,,train", "none.png,cat,train", "a.png,dog,train"]
+    with pytest.raises(InputError) as caught:
+        source(root, *lines).prepare()
+    assert [re.findall(r"line (\d)", sentence)[0] for sentence in caught.value.args] == [*"56789"]
+    with pytest.raises(InputError) as caught:
+        source(root, *lines, *[",cat,train"] * 3).prepare()
+    assert caught.value.args[5:] == ("and 3 more",)
+    with pytest.raises(InputError) as caught:
+        source(root, "file,class,split").prepare()
+    assert [sentence.split()[0] for sentence in caught.value.args] == ["dataset.path_column", "dataset.label_column"]
+    for name in ("d", "e"):
+        shutil.copy(root / "a.png", root / f"{name}.png")
+    with pytest.raises(InputError) as caught:
+        source(root, *LINES, "d.png,yak,val", "e.png,emu,val").prepare()
+    assert [re.findall("label '(...)'", sentence)[0] for sentence in caught.value.args] == ["yak", "emu"]
 
 
 def ordered(labels: list[str]) -> tuple[str, ...]:

@@ -65,7 +65,8 @@ def _without_overrides(words: list[str], commands: dict[str, Parser]) -> list[st
     if unused := [word for word in unused if word not in roots]:
         from lockstep.config.composition import without_keys  # takes 0.3 s
 
-        without_keys(unused, {*map(key_of, unused)}, f"lockstep {command} trains nothing, so it takes no settings")
+        why = "uses one device" if command == "evaluate" else "trains nothing, so it takes no settings"
+        without_keys(unused, {*map(key_of, unused)}, f"lockstep {command} {why}")
     newest = str(Path(*[word.partition("=")[2] for word in roots][-1:], LATEST))
     return [newest if word == LATEST else word for word in used]
 

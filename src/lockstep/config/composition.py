@@ -31,10 +31,11 @@ from lockstep.config.commands import (
     shell_command,
 )
 from lockstep.config.hydra_policy import as_typed, own_hydra
-from lockstep.config.schema import CONF, GROUPS, Job
+from lockstep.config.schema import CONF, GROUPS, MANY, RECIPES, Job
 from lockstep.core import log
 from lockstep.core.errors import UNEXPECTED, InputError
 from lockstep.core.fields import leaves
+from lockstep.core.safe_read import read_yaml
 
 # A word that chooses an option or sets a key of one, and neither several keys nor a part of a list.
 _SETS_OPTION = re.compile(rf"\+*({'|'.join(GROUPS)})(\.[\w.]+)?=(?!\{{|extend_list)")
@@ -183,7 +184,24 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
             raise InputError(f"{key}: this key is required; remove ~{key}")
         if "${" in repr(plain[key]):  # it was escaped; the ranks read the config from a file and would resolve it
             raise InputError(f"{key} has ${{ in its value, which a config reads as a reference; remove it")
-    return {key: _with_text_keys(value) for key, value in plain.items()}
+    return {key: _with_text_keys(value) for key, value in _without_keys_of_others(plain).items()}
+
+
+def _without_keys_of_others(plain: dict[str, Any]) -> dict[str, Any]:
+    """The values without the keys that a recipe sets for its option of a group, where another option is typed."""
+    if not HydraConfig.initialized():
+        return plain
+    hydra: Any = HydraConfig.get()
+    typed = {key_of(str(word)) for word in hydra.overrides.task}
+    fitting, choices = dict(plain), hydra.runtime.choices
+    for group in {*GROUPS} & typed if choices.get(RECIPES) else ():
+        file, values = CONF / group / f"{choices[group]}.yaml", plain[group]
+        if isinstance(values, dict) and group not in MANY and file.is_file():
+            known = {*read_yaml(file), *(key.partition(".")[2] for key in typed)}
+            fitting[group] = {key: value for key, value in values.items() if key in known}
+            if gone := [f"{group}.{key}" for key in values if key not in known]:
+                log.note(f"experiment={choices[RECIPES]} sets {', '.join(gone)}: not for {group}={file.stem}")
+    return fitting
 
 
 def _plain(value: Any) -> Any:

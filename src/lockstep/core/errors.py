@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # What Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
+MOST_ALIKE = 5  # the most mistakes of a kind that are told one by one
 INSTALL = "install it with pip install"
 INTERRUPTED = "interrupted twice: stopped at once; a resume continues from the last checkpoint"
 
@@ -131,6 +132,12 @@ def collecting(problems: list[str]) -> Iterator[None]:
         yield
     except InputError as error:
         problems.extend(error.args)
+
+
+def first_of(sentences: Sequence[str]) -> list[str]:
+    """The first sentences of many mistakes of a kind, and how many more there are."""
+    rest = len(sentences) - MOST_ALIKE
+    return [*sentences[:MOST_ALIKE], *[f"and {rest:,} more" for _ in range(rest > 0)]]
 
 
 BY_EXIT_CODE: dict[int, type[LockstepError]] = {

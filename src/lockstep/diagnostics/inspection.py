@@ -74,7 +74,7 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
         counts += f", {len(test):,} to test"
     if kind != CLASSES:
         yield Finding(kind, f"{_columns(names, train.labels, kind)}: {counts}")
-    elif not notes:
+    elif all(len(split.labels.unique()) == source.classes for split in splits.values()):
         yield Finding(kind, f"all {source.classes} have images in every split: {counts}")
     yield from _broken([*splits.values()], seconds / 2)
     yield from _repeated([image for split in reversed(splits.values()) for image in _shuffled(split)], seconds / 2)

@@ -32,6 +32,7 @@ from lockstep.training.trainer import Trainer
 # factor, because `amount` may round down.
 HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
 SIDE = 8  # of the small parameters over which an optimizer is tried
+NAMED = 3  # of more classes than the next, the first that are named
 MOST_CLASS_NAMES = 5  # the most classes that are shown by name
 LEAST_SHARE = 0.01  # the smallest share of the time that is shown
 
@@ -204,7 +205,8 @@ def _classes(job: ResolvedJob, data: TrainingData) -> str:
     """The outputs: how many, or a few by name, each class and label with its images to train on and to evaluate."""
     number, names, targets = job.dataset.classes, job.dataset.class_names, job.task.targets
     if not names or number > MOST_CLASS_NAMES:
-        return f"{number} {targets}" if number > 1 or targets == CLASSES else f"1 {targets.removesuffix('s')}"
+        first = "" if not names or all(map(str.isdecimal, names)) else f" ({', '.join(names[:NAMED])}, ...)"
+        return f"{number} {targets}{first}" if number > 1 or targets == CLASSES else f"1 {targets.removesuffix('s')}"
     if targets == VALUES:
         return ", ".join(names)
     splits = [split.labels for split in (data.train, data.val)]

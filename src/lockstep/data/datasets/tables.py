@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.options import option
-from lockstep.core.errors import InputError, check_installed
+from lockstep.core.errors import InputError, check_installed, collecting, first_of
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import LINE_LIMIT, open_plain
@@ -130,30 +130,43 @@ class CSV(FileSource):
         return Files(in_folder(self.folder), names, labels[order], classes, notes=notes, groups=groups)
 
     def _checked_rows(self) -> list[TableEntry]:
-        """The lines of the table, checked: each names an image that exists, with one label, split and group."""
+        """The lines of the table, checked: each names an image that exists, with one label, split and group.
+
+        Raises InputError with a sentence for each wrong line.
+        """
         rows_by_file: dict[str, TableEntry] = {}
-        rows = []
+        rows, problems = [], list[str]()
         for row in self._rows():
-            may_lack = self.targets == LABELS and not self.label_columns  # an image without a label
-            labels = [] if may_lack else zip(row.label, self._columns_of_labels, strict=True)
-            cells = [(row.name, self.path_column), *labels, (row.group, self.group_column)]
-            if empty := [column for cell, column in cells if cell == ""]:
-                raise self._wrong(row.line, f"has nothing in the column {empty[0]!r}")
-            file = self.folder / row.name
-            # A file may be named in several ways: a.png, ./a.png, /data/a.png.
-            earlier = rows_by_file.setdefault(os.path.abspath(file), row)  # noqa: PTH100, which keeps `..`
-            if earlier[2:] != row[2:]:
-                what = "group" if earlier[2:-1] == row[2:-1] else "label or split"
-                raise self._wrong(row.line, f"has {row.name!r} with another {what} than line {earlier.line}")
-            if earlier is row and not file.is_file():
-                remedy = "correct it, or name the folder that its paths start from with dataset.images=FOLDER"
-                raise self._wrong(row.line, f"has {row.name!r}, and {file} is not a file", "images", remedy)
-            rows.append(row._replace(name=earlier.name))
+            with collecting(problems):
+                if isinstance(row, InputError):
+                    raise row
+                rows.append(self._checked(row, rows_by_file))
+        if problems:
+            raise InputError(*first_of(problems))
         if not rows:
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
         return rows
 
-    def _rows(self) -> Iterator[TableEntry]:
+    def _checked(self, row: TableEntry, rows_by_file: dict[str, TableEntry]) -> TableEntry:
+        """A line under the name that its file had first, in `rows_by_file`, to which it is added."""
+        may_lack = self.targets == LABELS and not self.label_columns  # an image without a label
+        labels = [] if may_lack else zip(row.label, self._columns_of_labels, strict=True)
+        cells = [(row.name, self.path_column), *labels, (row.group, self.group_column)]
+        if empty := [column for cell, column in cells if cell == ""]:
+            raise self._wrong(row.line, f"has nothing in the column {empty[0]!r}")
+        file = self.folder / row.name
+        # A file may be named in several ways: a.png, ./a.png, /data/a.png.
+        earlier = rows_by_file.setdefault(os.path.abspath(file), row)  # noqa: PTH100, which keeps `..`
+        if earlier[2:] != row[2:]:
+            what = "group" if earlier[2:-1] == row[2:-1] else "label or split"
+            raise self._wrong(row.line, f"has {row.name!r} with another {what} than line {earlier.line}")
+        if earlier is row and not file.is_file():
+            remedy = "correct it, or name the folder that its paths start from with dataset.images=FOLDER"
+            raise self._wrong(row.line, f"has {row.name!r}, and {file} is not a file", "images", remedy)
+        return row._replace(name=earlier.name)
+
+    def _rows(self) -> Iterator[TableEntry | InputError]:
+        """The lines of the table, and what is wrong with one that has too few or too many columns."""
         with open_plain(Path(self.path), links=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             try:
@@ -168,7 +181,10 @@ class CSV(FileSource):
                     if not cells:
                         continue
                     if len(cells) != len(names):
-                        raise self._wrong(lines.line_num, f"has {len(cells)} columns, expected {len(names)}")
+                        yield self._wrong(
+                            lines.line_num, f"has {len(cells)} column{'s' * (len(cells) != 1)}, expected {len(names)}"
+                        )
+                        continue
                     name, *texts = (cells[column].strip() for column in columns)
                     group = None if self.group_column is None else texts.pop()
                     label, split = tuple(texts[:width]), texts[width:]
@@ -198,7 +214,13 @@ class CSV(FileSource):
         numbers = {name: number for number, name in enumerate(names) if names.count(name) == 1}
         shares = {"split_column": "test_share" if self.is_cut else "val_share"}
         where = f"the table {self.path}"
-        return [option_of(numbers, name, where, key=key, share=shares.get(key, "")) for key, name in columns]
+        places, problems = list[int](), list[str]()
+        for key, name in columns:
+            with collecting(problems):
+                places.append(option_of(numbers, name, where, key=key, share=shares.get(key, "")))
+        if problems:
+            raise InputError(*problems)
+        return places
 
     def _line(self, row: TableEntry) -> str:
         return f"line {row.line:,} of {self.path}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.data_protocols import SPLIT_NAMES
-from lockstep.core.errors import InputError, is_one_line, shown
+from lockstep.core.errors import InputError, first_of, is_one_line, shown
 from lockstep.core.fields import Check
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
 from lockstep.data.datasets.listing import classes_of
@@ -139,11 +139,13 @@ def as_targets(
             )
     numbers_by_name = {name: number for number, name in enumerate(names)}
     numbers = [numbers_by_name.get(class_name(cell), -1) for cell in cells]
-    if -1 in numbers:
-        unknown = numbers.index(-1)
-        (remedy,) = lists_note([*names, label := cells[unknown]], targets, separator) or ["remove it"]
-        where = place(owners[unknown])
-        raise InputError(f"dataset: {where} has the label {label!r}, which no training example has; {remedy}")
+    if unknown := {cells[place_]: place_ for place_ in reversed(range(len(numbers))) if numbers[place_] == -1}:
+        (remedy,) = lists_note([*names, *unknown], targets, separator) or ["remove it"]
+        problems = [
+            f"dataset: {place(owners[first])} has the label {label!r}, which no training example has; {remedy}"
+            for label, first in reversed(unknown.items())
+        ]
+        raise InputError(*first_of(problems))
     labels = torch.tensor(numbers, dtype=torch.int64)
     if targets != LABELS:
         return labels
@@ -163,20 +165,23 @@ def as_numbers(
     """The numbers of examples, float32 (N, K), for `names`; with `binary` 0 and 1 only. Raises InputError."""
     expected = "0 or 1 (also true or false) for each label" if binary else "a finite number"
     words = {"true": 1.0, "false": 0.0} if binary else {}
-    numbers = torch.empty(len(cells), len(names))
+    numbers, problems = torch.empty(len(cells), len(names)), list[str]()
     for example, row in enumerate(cells):
         if len(row) != len(names):
-            raise InputError(
+            problems.append(
                 f"dataset: {place(example)} has {len(row)} number{'s' * (len(row) != 1)}, expected {len(names)}, as "
                 "the first example to train on has; correct it"
             )
+            continue
         own = [_number(cell, words) for cell in row]
-        for name, cell, number in zip(names, row, own, strict=True):
-            if not abs(number) <= LARGEST_VALUE or (binary and number not in (0, 1)):
-                raise InputError(
-                    f"dataset: {place(example)} has {shown(cell)} for {shown(name)}, expected {expected}; correct it"
-                )
+        problems += [
+            f"dataset: {place(example)} has {shown(cell)} for {shown(name)}, expected {expected}; correct it"
+            for name, cell, number in zip(names, row, own, strict=True)
+            if not abs(number) <= LARGEST_VALUE or (binary and number not in (0, 1))
+        ]
         numbers[example] = torch.tensor(own)
+    if problems:
+        raise InputError(*first_of(problems))
     return numbers
 
 
