@@ -47,8 +47,7 @@ class CudaGraph:
     def record(self, function: Callable[[], None]) -> None:
         """Call a function; its kernels are recorded and not run.
 
-        After a recording that fails, torch leaves its stream, its memory pool and its state of the generator in use.
-        So they are put back here, or the next run of a notebook would fail.
+        torch leaves its stream, its pool and its generator in use after a recording that fails: they are put back.
         """
         device, stream, pool = (
             torch.cuda.current_device(),
