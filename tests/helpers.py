@@ -40,10 +40,10 @@ from lockstep.config.composition import Invocation
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import world
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.locks import Lock
 from lockstep.core.model_card import Preprocessing
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import Lock
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.job import resolve, worker
 from lockstep.job.prepare import create_run

@@ -38,8 +38,8 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")  # before torc
 from lockstep.config import composition
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import Stopped
-from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import Lock
 from lockstep.core.world import World
 from lockstep.job.prepare import create_run
 from lockstep.job.resume import decide_resume

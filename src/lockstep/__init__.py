@@ -3,10 +3,9 @@
 Importing the package imports no torch, so that `--help` stays fast.
 """
 
-from lockstep.core import systems  # noqa: F401, I001  # first: the others need POSIX
+from lockstep.core.errors import InputError, LockstepError  # noqa: I001  # first: it refuses Windows
 from lockstep.api import Result, Rows, compare, compose, dataset, load, main, runs, sweep, train
 from lockstep.config.options import option
-from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Callback, Observer, RunInfo, TrainingRun
 
 __all__ = [

@@ -196,9 +196,8 @@ def _trained(
     """Train the job of these words, from its config to its result."""
     from lockstep.config import composition
     from lockstep.core.figures import read_figures
-    from lockstep.core.locks import Lock
     from lockstep.core.run import Run
-    from lockstep.core.safe_write import absent, remove_empty, storing
+    from lockstep.core.safe_write import Lock, absent, remove_empty, storing
     from lockstep.job.prepare import create_run
     from lockstep.job.resume import decide_resume
     from lockstep.job.validate import named_objects

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from helpers import Done, forked, losses, on_a_terminal, train_here, weights
-from lockstep.core.locks import Lock
 from lockstep.core.run import State
+from lockstep.core.safe_write import Lock
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import Record
 from lockstep.runtime.signals import AGAIN_S

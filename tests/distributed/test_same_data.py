@@ -20,10 +20,10 @@ from PIL import Image
 
 from helpers import FAKE, NARROW, launch, losses, run_dir, run_until, train_here
 from lockstep.core.data_protocols import Augment, Crop, Source, Split
-from lockstep.core.monitor import tagged
 from lockstep.core.plan import Plan
 from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
+from lockstep.core.tags import tagged
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits, Fake
 from lockstep.data.datasets.folder import Folder

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from helpers import NARROW, Case, gang, records, train_here
 from lockstep.checkpoint.weights import read_card
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import figure_text
+from lockstep.core.tags import figure_text
 from lockstep.data.datasets import Digits
 from lockstep.inference.evaluate import evaluate
 from lockstep.training.run_record import RunRecord

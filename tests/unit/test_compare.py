@@ -26,11 +26,11 @@ from lockstep.config import components
 from lockstep.config.options import value_text
 from lockstep.core import console, log
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Direction
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, slug
+from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record, best_of
 from lockstep.records.runs import differing, groups, interval, read_runs

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from lockstep.core import console, log
-from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
+from lockstep.core.tags import Monitor
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
 from lockstep.telemetry.display import Bar, Display, Lines, TimeLeft, display

@@ -13,9 +13,8 @@ import pytest
 from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.log import LogFile
-from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, State
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, pointed
 from lockstep.core.safe_read import UnreadableFile, read_name
 from lockstep.core.safe_write import append, make_folder, replacing, write_atomic
 from lockstep.records.ledger import JOBS, Identity, Ledger, output_of

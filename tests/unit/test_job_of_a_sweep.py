@@ -10,8 +10,8 @@ from lockstep.cli.needs import needs_of
 from lockstep.cli.run import run_job
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
-from lockstep.core.locks import Lock
 from lockstep.core.run import State
+from lockstep.core.safe_write import Lock
 from lockstep.job.resume import Resume
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.sweeps.devices import Needs

@@ -10,7 +10,7 @@ from sklearn.metrics import average_precision_score, r2_score
 from helpers import built, resolved
 from lockstep.core.plan import Plan
 from lockstep.data.datasets import Folder
-from lockstep.diagnostics.learning import LEAST_EVALUATIONS, FinalScores, learning, wilson
+from lockstep.diagnostics.listener import LEAST_EVALUATIONS, FinalScores, learning, wilson
 from lockstep.models import zoo
 from lockstep.training.resolved_job import ResolvedJob
 

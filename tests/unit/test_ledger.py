@@ -29,9 +29,9 @@ from omegaconf import DictConfig
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
-from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
+from lockstep.core.tags import Direction, Monitor
 from lockstep.records.ledger import Identity, Ledger, record_of, recorded, words_of_sweep
 from lockstep.records.record import Record, checked_direction
 from lockstep.records.runs import JobRun, read_jobs

@@ -12,7 +12,9 @@ from lockstep.config import components
 from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import (
+from lockstep.core.plan import Plan, make_plan
+from lockstep.core.run import Run
+from lockstep.core.tags import (
     Direction,
     Monitor,
     direction_in,
@@ -22,10 +24,8 @@ from lockstep.core.monitor import (
     monitor_of,
     tagged,
 )
-from lockstep.core.plan import Plan, make_plan
-from lockstep.core.run import Run
 from lockstep.inference.predictor import load_predictor
-from lockstep.training.patience import Patience
+from lockstep.training.evaluate import Patience
 
 SHORT = ("steps=8", "batch=256", "train.eval_every=1", "device=cpu", "model=linear")
 

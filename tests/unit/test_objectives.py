@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from helpers import view_of
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Direction
 from lockstep.core.run import State
+from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import check_figures, directions, objectives_of, trade_offs
 from lockstep.report.sweep_page import write_sweep_report

@@ -16,9 +16,9 @@ from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.state import optimizer_state
 from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError
-from lockstep.core.locks import Lock
 from lockstep.core.run import State, candidates
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import Lock
 from lockstep.inference.predictor import load_predictor
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm

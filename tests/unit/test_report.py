@@ -21,10 +21,9 @@ from lockstep.api import Result
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
-from lockstep.core.monitor import chosen_on_itself
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.tags import TAGS
+from lockstep.core.tags import TAGS, chosen_on_itself
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.report.listener import LONG_S, is_due
 from lockstep.report.report import report

@@ -16,10 +16,9 @@ from helpers import composed, run_dir
 from lockstep.config.composition import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
-from lockstep.core.named_paths import latest, pointed
 from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
-from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
+from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, pointed, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import Preparation
 from lockstep.job.resume import decide_resume

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.errors import InputError
-from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import Lock
 from lockstep.job.prepare import lock_run_folder
 
 
@@ -72,7 +72,7 @@ def test_what_is_no_plain_file_is_refused_and_stays(path: Path, make: Callable[[
 
 HOLDER = """
 import os, pathlib, sys, time
-from lockstep.core.locks import Lock
+from lockstep.core.safe_write import Lock
 Lock().take(pathlib.Path(sys.argv[1]))
 child = os.fork()
 os.write(1, f"{child}\\n".encode())  # both report their start; fork returns 0 in the child

@@ -18,8 +18,8 @@ from PIL import Image
 
 from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Monitor
 from lockstep.core.run import State
+from lockstep.core.tags import Monitor
 from lockstep.data.datasets import CSV, Digits, Folder, listing
 from lockstep.data.datasets.builtin import ArraySource
 from lockstep.data.datasets.files import FileSource

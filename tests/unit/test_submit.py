@@ -17,7 +17,7 @@ from helpers import composed
 from lockstep.cli import callbacks
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.locks import Lock
+from lockstep.core.safe_write import Lock
 from lockstep.job.resume import Resume
 from lockstep.job.slurm import Submission, preview, submission, submit
 from lockstep.job.slurm_task import SlurmTask

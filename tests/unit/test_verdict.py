@@ -20,7 +20,7 @@ from lockstep.diagnostics.settings import settings_to_try, tried
 from lockstep.diagnostics.verdict import checklist, findings
 from lockstep.models import Linear
 from lockstep.training import dry_run
-from lockstep.training.evidence import Evidence
+from lockstep.training.run_record import Evidence
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)
 

@@ -23,11 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile, check_size, checked_json, open_plain, read_bytes, read_json
 from lockstep.core.safe_write import append, usual_mode
+from lockstep.core.tags import Monitor
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 # A key of the metadata of a weights file: the hash of all else in it. The entry has 80 bytes, which keep the tensors

@@ -17,8 +17,7 @@ from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
-from lockstep.core.named_paths import near_path
-from lockstep.core.run_dir import BEST, LATEST
+from lockstep.core.run_dir import BEST, LATEST, near_path
 from lockstep.core.safe_read import UnreadableFile, open_plain
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.

@@ -9,9 +9,8 @@ from lockstep.checkpoint.files import Removable, removable, remove
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import storing
+from lockstep.core.safe_write import Lock, storing
 from lockstep.core.table import show_json
 from lockstep.records.ledger import Ledger
 from lockstep.records.runs import existing, run_folders

@@ -10,8 +10,7 @@ from lockstep.config import components, composition, extensions
 from lockstep.config.roles import identity_of, values_with
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, leaves
-from lockstep.core.monitor import monitor_of
-from lockstep.core.tags import LOSS
+from lockstep.core.tags import LOSS, monitor_of
 from lockstep.job.resume import refuse_in_sweep
 from lockstep.records.ledger import Ledger
 from lockstep.records.runs import is_below

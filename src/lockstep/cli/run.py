@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import RUN_FOLDER, is_submitted
-from lockstep.core.locks import Lock
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import remove_empty
+from lockstep.core.safe_write import Lock, remove_empty
 from lockstep.core.terminal import forgive_output
 from lockstep.job.prepare import create_run, prepare
 from lockstep.job.resume import Resume, decide_resume

@@ -18,8 +18,8 @@ from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.errors import LockstepError
 from lockstep.core.launch_env import adopt_srun, check_launched, follows, is_launched, without_local_rank
-from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.safe_write import Lock
 from lockstep.runtime import program
 
 

@@ -13,8 +13,7 @@ from lockstep.config.roles import role_of
 from lockstep.config.schema import GROUPS, MANY, RECIPES, Job
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import SHELL, Role, leaves, personal_values
-from lockstep.core.named_paths import pointed
-from lockstep.core.run_dir import LATEST, RunDir, relative
+from lockstep.core.run_dir import LATEST, RunDir, pointed, relative
 from lockstep.core.safe_read import UnreadableFile, read_text, read_yaml
 
 # The keys that hold paths of runs and checkpoints, and the keys that hold other folders.

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -208,3 +209,19 @@ def check_installed(package: str, user: str, extra: str = "") -> None:
 def as_unicode(text: str) -> str:
     """A text without the bytes of a file's name that are no text, as trackers and pages need it."""
     return text.encode(errors="backslashreplace").decode()
+
+
+# Native Windows is refused here, before a module is imported that needs POSIX.
+if sys.platform == "win32":
+    UNSUPPORTED = ImportError("Lockstep does not run on native Windows; run it in WSL2 (wsl --install)")
+    before = sys.excepthook
+
+    def show_unsupported(kind, error, traceback):  # type: ignore[no-untyped-def]
+        """End a command that has not caught the error like any other mistake of its user."""
+        if error is not UNSUPPORTED:
+            return before(kind, error, traceback)
+        sys.stderr.write(f"lockstep: {error}\n")
+        sys.exit(2)
+
+    sys.excepthook = show_unsupported
+    raise UNSUPPORTED  # another program catches it: Hydra looks for the plugins of everything that is installed

@@ -15,10 +15,9 @@ from typing import Any
 
 from lockstep.core.errors import InputError, escaped, shown
 from lockstep.core.model_card import CLASSES, LABELS
-from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.safe_read import MB, UnreadableFile, is_number, read_json, read_lines
 from lockstep.core.safe_write import write_atomic
-from lockstep.core.tags import FIGURES, GPU, PAGES
+from lockstep.core.tags import FIGURES, GPU, PAGES, Direction, Monitor
 
 Figures = Sequence[tuple[int, Mapping[str, float]]]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from lockstep.core.centre import Size, evaluated_size
 from lockstep.core.errors import as_unicode, shown
 from lockstep.core.fields import INTERPOLATIONS, TEXT, Check, Number, choice, rule_of, ruled
-from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.safe_read import MB, checked
+from lockstep.core.tags import Monitor, figure_text
 
 METADATA_KEY = "lockstep"
 FORMAT = 1
@@ -43,6 +43,7 @@ def class_name(text: str) -> str:
 
 
 Shape = tuple[int, int, int]
+Size = tuple[int, int]  # (height, width)
 Node = Mapping[str, Any]
 
 
@@ -228,3 +229,25 @@ class ModelCard(Preprocessing):
 def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     """The values if there is one for each channel, otherwise their average for each, as for grey images."""
     return values if len(values) == channels else (sum(values) / len(values),) * channels
+
+
+# Which part of an image an evaluation sees, to the pixel as in timm (`create_transform`).
+
+
+def stored_side(seen: int, crop: float) -> int:
+    """The side of a stored image whose central share `crop` is `seen` pixels long."""
+    return math.floor(seen / crop)
+
+
+def evaluated_size(stored: Size, crop: float, seen: Size) -> Size:
+    """The size of the part of a stored image that is evaluated: the input's, `seen`, if `stored` follows from it."""
+    height, width = (
+        size if stored_side(size, crop) == side else max(1, round(side * crop))
+        for side, size in zip(stored, seen, strict=True)
+    )
+    return height, width
+
+
+def centre_start(side: int, part: int) -> int:
+    """Where the central `part` of a side begins; negative if it is the longer one, as in a frame."""
+    return round((side - part) / 2) if side > part else -((part - side) // 2)

@@ -105,7 +105,7 @@ class Observer:
         """The run ends; only a completed run calls more. A `stopped` run can be resumed."""
 
     def findings(self, evidence: Any) -> Mapping[str, Any]:
-        """Return what `summary.json` should say of a completed run, by key, from its `training.evidence.Evidence`."""
+        """Return what `summary.json` should say of a completed run, by key, from its `run_record.Evidence`."""
         return {}
 
     def completed(self, summary: Mapping[str, Any]) -> None:

@@ -20,10 +20,9 @@ import psutil
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
-from lockstep.core.monitor import Direction, Directions, Monitor, figure_parts, tagged
 from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile
-from lockstep.core.tags import VAL_LOSS
+from lockstep.core.tags import VAL_LOSS, Direction, Directions, Monitor, figure_parts, tagged
 
 Content = TypeVar("Content")
 Code = Mapping[str, Any]  # facts about the code of an extension

@@ -33,11 +33,10 @@ from lockstep.config.composition import composed, without_keys
 from lockstep.config.options import is_builtin
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
-from lockstep.core.locks import Lock
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.safe_write import storing, write_atomic
+from lockstep.core.safe_write import Lock, storing, write_atomic
 from lockstep.core.table import show_rows
 from lockstep.core.tags import TOP1
 from lockstep.diagnostics.ladder_table import WIDEST, picture, row_of, show

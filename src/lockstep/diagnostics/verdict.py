@@ -15,8 +15,8 @@ from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.runtime import host
 from lockstep.telemetry.profile import peak_flops
-from lockstep.training.evidence import Evidence
 from lockstep.training.resolved_job import ResolvedJob, larger_batch
+from lockstep.training.run_record import Evidence
 
 # The smallest gain that is worth a change, and the share of the time from which a part is considered.
 WORTH, NOTABLE = 1.1, 0.05

@@ -19,11 +19,11 @@ from lockstep.core import log
 from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES, class_name
-from lockstep.core.monitor import figure_word, telling
 from lockstep.core.run import FOLD, Run, State, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import show_json
+from lockstep.core.tags import figure_word, telling
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.sizes import with_sizes
 from lockstep.inference.predictor import Predictor, load_predictor, run_of, say_which

@@ -22,15 +22,14 @@ from lockstep.checkpoint.files import MODEL, load_weights, save_weights
 from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
-from lockstep.core.centre import stored_side
 from lockstep.core.errors import InputError, LockstepError, check_installed, reason_of
-from lockstep.core.model_card import CROP, PAD, SIGMOID, SOFTMAX, SQUASH, VALUES, ModelCard
-from lockstep.core.monitor import figure_text
+from lockstep.core.model_card import CROP, PAD, SIGMOID, SOFTMAX, SQUASH, VALUES, ModelCard, stored_side
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import read_bytes, read_json
 from lockstep.core.safe_write import check_out, storing, sync, usual_mode, write_atomic
 from lockstep.core.table import markdown, markdown_code
+from lockstep.core.tags import figure_text
 from lockstep.data.datasets import preprocess
 from lockstep.data.datasets.decode import GREY, RGB
 from lockstep.data.loading.reading import sample

@@ -20,10 +20,9 @@ from lockstep.core.data_protocols import Split
 from lockstep.core.figures import csv_row, digits
 from lockstep.core.model import is_broken, log_odds, probabilities
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
-from lockstep.core.monitor import figure_parts, figure_word
 from lockstep.core.protocols import Task
 from lockstep.core.table import Column, show_table
-from lockstep.core.tags import CALIBRATION_ERROR
+from lockstep.core.tags import CALIBRATION_ERROR, figure_parts, figure_word
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.shards import EvalLoader

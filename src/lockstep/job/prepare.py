@@ -19,13 +19,12 @@ from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of, override
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, StorageError
-from lockstep.core.locks import Lock
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run
 from lockstep.core.run_dir import PathBelow, RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_if_exists
-from lockstep.core.safe_write import check_names, remove_empty, write_atomic
+from lockstep.core.safe_write import Lock, check_names, remove_empty, write_atomic
 from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, decide_resume

@@ -12,8 +12,8 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
-from lockstep.core.monitor import monitor_of
 from lockstep.core.protocols import Launcher, Strategy
+from lockstep.core.tags import monitor_of
 from lockstep.data.datasets.sizes import AUTO, with_sizes
 from lockstep.job.auto_training import by_images, by_weights
 from lockstep.launcher.inline import Auto as AutoLauncher

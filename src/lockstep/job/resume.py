@@ -16,10 +16,9 @@ from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, SHELL, Role, is_inside, leaves, personal_values, problems
-from lockstep.core.named_paths import pointed
 from lockstep.core.observer import Callback
 from lockstep.core.run import Run, read_overrides
-from lockstep.core.run_dir import MANIFEST, SWEEP, RunDir
+from lockstep.core.run_dir import MANIFEST, SWEEP, RunDir, pointed
 from lockstep.core.safe_read import read_if_exists
 
 MOST_KEYS = 4

@@ -18,9 +18,8 @@ from lockstep.config import components
 from lockstep.config.commands import command_of_program, key_of, override
 from lockstep.core import log, plan
 from lockstep.core.errors import InputError, is_one_line, shown
-from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import remove_empty
+from lockstep.core.safe_write import Lock, remove_empty
 from lockstep.job.prepare import lock_run_folder
 
 if TYPE_CHECKING:

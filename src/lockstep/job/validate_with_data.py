@@ -10,14 +10,14 @@ from torch import Tensor
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import local_size
 from lockstep.core.model_card import CLASSES, LABELS, NAMES_LIMIT, VALUES
-from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
+from lockstep.core.tags import Monitor
 from lockstep.core.world import World
 from lockstep.losses import probabilities_of
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import check_room
 from lockstep.scores import EvaluationBlock, Scores
-from lockstep.training.patience import Patience
+from lockstep.training.evaluate import Patience
 from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, plan_of
 
 FLOAT32 = 4  # bytes

@@ -28,11 +28,11 @@ from lockstep.config.roles import identity_of, role_of
 from lockstep.config.schema import Job
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped, StorageError, as_known
-from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_atomic
+from lockstep.core.tags import Direction, Monitor
 from lockstep.records.record import SCORE, Identify, Record, best_of, job_key, parsed_record
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError

@@ -13,10 +13,20 @@ from typing import Any, TypeVar
 from lockstep.config.commands import key_of
 from lockstep.config.roles import is_sample
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Direction, Directions, Monitor, direction_in, figure_name, figure_parts, name_of
 from lockstep.core.run import TEST_SCORES, Run, State, born
 from lockstep.core.safe_read import UnreadableFile, is_number, open_plain
-from lockstep.core.tags import METRIC, STEP_MS, TAGS
+from lockstep.core.tags import (
+    METRIC,
+    STEP_MS,
+    TAGS,
+    Direction,
+    Directions,
+    Monitor,
+    direction_in,
+    figure_name,
+    figure_parts,
+    name_of,
+)
 
 SCORE = "score"
 Job = TypeVar("Job")  # the number of a job, or a name for the jobs of a setting

@@ -18,11 +18,10 @@ from lockstep.config.schema import RECIPES
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import Role, leaves
-from lockstep.core.monitor import Direction, Directions, Monitor, direction_in
-from lockstep.core.named_paths import pointed
 from lockstep.core.run import TEST_SCORES, Run, State
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, pointed
 from lockstep.core.table import Setting
+from lockstep.core.tags import Direction, Directions, Monitor, direction_in
 from lockstep.records.ledger import Ledger, record_of
 from lockstep.records.record import SCORE, Record, columns_of, figure_of
 

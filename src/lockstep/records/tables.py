@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from lockstep.core import log
-from lockstep.core.monitor import Directions, Monitor, figure_text
 from lockstep.core.run import TEST_SCORES, Run
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, column_of_settings, show_table
+from lockstep.core.tags import Directions, Monitor, figure_text
 from lockstep.records.record import SCORE, columns_of, directions_of, head, score_text
 from lockstep.records.runs import JobRun, Row, column_direction, spread_of, tables
 

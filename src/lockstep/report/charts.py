@@ -10,9 +10,8 @@ import numpy as np
 
 from lockstep.core.figures import Figures, Predictions, finite, is_of_option
 from lockstep.core.model_card import LABELS
-from lockstep.core.monitor import name_of, telling
 from lockstep.core.run import Run
-from lockstep.core.tags import BLUE, FIGURES, METRIC, Figure
+from lockstep.core.tags import BLUE, FIGURES, METRIC, Figure, name_of, telling
 from lockstep.telemetry import pictures
 from lockstep.telemetry.pictures import COLOURS
 

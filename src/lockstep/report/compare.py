@@ -9,11 +9,10 @@ from lockstep.config.roles import role_of
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, leaves
-from lockstep.core.monitor import figure_text, telling
 from lockstep.core.run import SEED, Run, State
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, shortened, show_rows, show_table
-from lockstep.core.tags import part_words
+from lockstep.core.tags import figure_text, part_words, telling
 from lockstep.records.record import directions_of
 from lockstep.records.runs import (
     Row,

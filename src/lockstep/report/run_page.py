@@ -20,19 +20,27 @@ from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import (
+from lockstep.core.run import Run
+from lockstep.core.safe_read import is_number
+from lockstep.core.safe_write import write_atomic
+from lockstep.core.tags import (
+    CPU,
+    EPOCH_LOSS,
+    FIGURES,
+    GPU,
+    LOSS,
+    METRIC,
+    TOP1,
+    TRAIN_LOSS,
     Monitor,
     chosen_on_itself,
     figure_parts,
     figure_text,
     figure_word,
     name_of,
+    part_words,
     telling,
 )
-from lockstep.core.run import Run
-from lockstep.core.safe_read import is_number
-from lockstep.core.safe_write import write_atomic
-from lockstep.core.tags import CPU, EPOCH_LOSS, FIGURES, GPU, LOSS, METRIC, TOP1, TRAIN_LOSS, part_words
 from lockstep.report.charts import MOST_CURVES, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry import pictures
 from lockstep.telemetry.progress import format_duration, format_timestamp

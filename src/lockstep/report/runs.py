@@ -13,10 +13,10 @@ from lockstep.config.roles import is_sample
 from lockstep.config.schema import ANNOTATIONS
 from lockstep.core import console, log
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Directions, Monitor
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.table import Column, Setting, show_rows, show_table
+from lockstep.core.tags import Directions, Monitor
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import SCORE, Record, best_of, columns_of, directions_of, figure_of
 from lockstep.records.runs import (

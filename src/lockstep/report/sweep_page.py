@@ -11,10 +11,10 @@ from urllib.parse import quote
 from lockstep.config.commands import shell_command
 from lockstep.config.roles import is_sample
 from lockstep.core.figures import number_or_text
-from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.run import SEED, Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
+from lockstep.core.tags import Monitor, figure_text
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import SCORE, Record, best_of, cells, columns_of, directions_of, head, swept_keys, varied
 from lockstep.records.runs import JobRun, groups

@@ -20,12 +20,10 @@ from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import Role, problems
-from lockstep.core.locks import Lock
-from lockstep.core.monitor import Monitor, monitor_of
-from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, State
-from lockstep.core.run_dir import LATEST, SWEEP, relative
-from lockstep.core.safe_write import remove_empty
+from lockstep.core.run_dir import LATEST, SWEEP, pointed, relative
+from lockstep.core.safe_write import Lock, remove_empty
+from lockstep.core.tags import Monitor, monitor_of
 from lockstep.records.ledger import JOBS, SWEEPS, Identity, Ledger, resumed_sweep
 from lockstep.records.record import OBJECTIVES, SCORE, Record, checked_direction
 

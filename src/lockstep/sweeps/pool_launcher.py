@@ -27,13 +27,12 @@ from lockstep.config.hydra_policy import as_typed, works_for_lockstep
 from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
-from lockstep.core.locks import Lock
-from lockstep.core.monitor import Monitor
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import slug
-from lockstep.core.safe_write import absent, remove_empty
+from lockstep.core.safe_write import Lock, absent, remove_empty
 from lockstep.core.table import shortened
+from lockstep.core.tags import Monitor
 from lockstep.core.terminal import impatient
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied

@@ -17,9 +17,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import Stopped
-from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State
 from lockstep.core.safe_write import storing
+from lockstep.core.tags import Direction
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import SCORE, Identify, Record, job_key, objectives_of
 from lockstep.runtime.signals import RUNG_END

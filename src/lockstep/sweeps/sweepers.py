@@ -28,10 +28,9 @@ from lockstep.config.roles import is_sample
 from lockstep.core import log
 from lockstep.core.errors import InputError, check_installed, reason_of
 from lockstep.core.fields import check_whole
-from lockstep.core.locks import Lock
-from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
-from lockstep.core.safe_write import append
+from lockstep.core.safe_write import Lock, append
+from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import SCORE, directions, job_key
 from lockstep.sweeps.line import params_of

@@ -9,9 +9,8 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import console, log
-from lockstep.core.monitor import Monitor, figure_name, figure_parts
 from lockstep.core.plan import Plan
-from lockstep.core.tags import AVERAGED, LOSS, VAL_LOSS
+from lockstep.core.tags import AVERAGED, LOSS, VAL_LOSS, Monitor, figure_name, figure_parts
 from lockstep.telemetry.progress import (
     ALWAYS,
     SHORTEST_BAR,

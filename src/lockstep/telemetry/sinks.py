@@ -18,12 +18,11 @@ from torch import Tensor
 from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.figures import Predictions, csv_row, digits, finite, parsed_figures, place_of
-from lockstep.core.monitor import name_of
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
-from lockstep.core.tags import ACCURACY, FIGURES, METRIC, VAL_LOSS, VAL_TOP1
+from lockstep.core.tags import ACCURACY, FIGURES, METRIC, VAL_LOSS, VAL_TOP1, name_of
 
 
 class TextFile(Observer):

@@ -25,13 +25,12 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, escaped
 from lockstep.core.figures import BINS, Predictions, finite, is_of_option, number_or_text, place_of
-from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.safe_write import make_folder
-from lockstep.core.tags import CPU, FIGURES, GPU
+from lockstep.core.tags import CPU, FIGURES, GPU, Monitor
 from lockstep.telemetry import pictures
 
 if TYPE_CHECKING:  # a job without TensorBoard does not import it

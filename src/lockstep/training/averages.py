@@ -32,6 +32,10 @@ class EMA(AveragedModel):
         if copy is not None:
             self.module = copy
         self.decay, self.warmup, self.start, self.every = decay, warmup, 1, every
+        # Of a mean (`SWA`): its steps, and the batch norms that need new statistics, from so many images.
+        self.steps: Averaging | None = None
+        self.norms: list[tuple[BatchNorm, nn.Module]] = []
+        self.images = 0
         averages, sources = (own_parts((*module.parameters(), *module.buffers())) for module in (self.module, model))
         self.averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.copied: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -55,29 +59,6 @@ class EMA(AveragedModel):
         if self.copied[0]:  # torch refuses empty lists
             torch._foreach_copy_(*self.copied)
         self.n_averaged.add_(1)  # in place: to set a buffer of a module takes fifteen calls
-
-
-class SWA(EMA):
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights of `steps`.
-
-    Update n has the decay 1 - 1/n. So many training `images` give the mean its statistics of batch norm.
-    """
-
-    def __init__(self, model: nn.Module, copy: nn.Module | None, steps: Averaging, images: int = 0) -> None:
-        super().__init__(model, 1.0, copy)
-        self.steps, self.start, self.images = steps, steps.start, images
-        pairs = zip(self.module.modules(), model.modules(), strict=True)
-        self.norms = [
-            (norm, of_model) for norm, of_model in pairs if isinstance(norm, BatchNorm) and norm.track_running_stats
-        ]
-        for norm, _ in self.norms:
-            norm.momentum = 1.0  # in training mode, the running statistics come from the last block alone
-
-    def due(self, step: int) -> bool:
-        return self.steps.due(step)
-
-    def share(self, update: int) -> float:
-        return 1 / update
 
     @torch.no_grad()
     def renew_statistics(
@@ -117,6 +98,31 @@ class SWA(EMA):
             copy_back(world.sum(table)[:number].mean(0), statistics)
         for norm in norms:
             norm.get_buffer("num_batches_tracked").fill_(number)
+
+
+class SWA(EMA):
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights of `steps`.
+
+    Update n has the decay 1 - 1/n. So many training `images` give the mean its statistics of batch norm.
+    """
+
+    steps: Averaging
+
+    def __init__(self, model: nn.Module, copy: nn.Module | None, steps: Averaging, images: int = 0) -> None:
+        super().__init__(model, 1.0, copy)
+        self.steps, self.start, self.images = steps, steps.start, images
+        pairs = zip(self.module.modules(), model.modules(), strict=True)
+        self.norms = [
+            (norm, of_model) for norm, of_model in pairs if isinstance(norm, BatchNorm) and norm.track_running_stats
+        ]
+        for norm, _ in self.norms:
+            norm.momentum = 1.0  # in training mode, the running statistics come from the last block alone
+
+    def due(self, step: int) -> bool:
+        return self.steps.due(step)
+
+    def share(self, update: int) -> float:
+        return 1 / update
 
 
 def build_average(job: ResolvedJob, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:

@@ -14,11 +14,10 @@ from lockstep.config.extensions import arguments_of, is_object
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.model_card import CLASSES, VALUES
-from lockstep.core.monitor import figure_text, telling
 from lockstep.core.protocols import Optimizer
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.tags import part_words
+from lockstep.core.tags import figure_text, part_words, telling
 from lockstep.core.world import World
 from lockstep.data.datasets.sizes import AUTO, SIZES
 from lockstep.runtime.host import format_bytes

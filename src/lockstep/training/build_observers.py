@@ -24,12 +24,11 @@ from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions, check_declared, figures_of, read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model_card import VALUES
-from lockstep.core.monitor import Monitor, tagged
 from lockstep.core.observer import Observer, Outcome, RunInfo, listeners
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
-from lockstep.core.tags import LOSS, TOP1
+from lockstep.core.tags import LOSS, TOP1, Monitor, tagged
 from lockstep.core.world import World
 from lockstep.data.datasets.sizes import SIZES
 from lockstep.runtime.signals import StopRequest

@@ -22,9 +22,9 @@ from lockstep.core.figures import figures_of
 from lockstep.core.log import close_all
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import ModelCard
-from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Callback, TrainingRun
 from lockstep.core.run_dir import RunDir
+from lockstep.core.tags import Monitor
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.device import DeviceTransforms
@@ -37,7 +37,7 @@ from lockstep.telemetry.meter import Telemetry
 from lockstep.training import train_state
 from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import Observers, build_observers
-from lockstep.training.patience import Patience
+from lockstep.training.evaluate import Patience
 from lockstep.training.predictions import collected
 from lockstep.training.resolved_job import ResolvedJob, card_of, described, named, step_settings
 from lockstep.training.run_record import RunRecord

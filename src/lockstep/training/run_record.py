@@ -8,12 +8,13 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint.files import save_weights
 from lockstep.checkpoint.state import gathered
@@ -21,18 +22,17 @@ from lockstep.config import components, extensions
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
 from lockstep.core.figures import figures_of
-from lockstep.core.monitor import Monitor, directions_of
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run, candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import absent, make_folder, replacing, write_atomic
+from lockstep.core.tags import Monitor, directions_of
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.hardware_watch import rates
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData, balance_note
-from lockstep.training.evidence import Evidence
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.trainer import Trainer
@@ -233,3 +233,45 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
     }
     write_atomic(folder / "incident.json", json.dumps(facts, indent=2) + "\n")
     log.warn(f"the batch of step {step} and the weights are kept in {folder}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of a run at its end.
+
+    Fields:
+        shares: the shares of the parts in its time (`TimeSpent`).
+        spread: how exact the shares of the parts of a step are.
+        hardware: the means of the monitor's figures (`cpu_cores`, `gpu_util` and others), and `idle_cores`: how many
+            of the machine's nobody used.
+        scores: the figures of the best weights.
+        labels: of the evaluation split, as in a `Shard`.
+        ended_early: why the run ended before its last step, in a sentence; empty if it did not.
+        mfu: percent of the devices' peak rate; 0 if it is not known.
+        cores: the CPU cores of this machine that the job may use.
+    """
+
+    job: ResolvedJob
+    world: World
+    plan: Plan
+    model: nn.Module
+    steps: int
+    shares: Mapping[str, float]
+    spread: Mapping[str, float]
+    hardware: Mapping[str, float]
+    mfu: float
+    scores: Mapping[str, float] = field(default_factory=dict)
+    labels: Tensor = field(default_factory=lambda: torch.empty(0))
+    ended_early: str = ""
+    cores: int = field(default_factory=host.cores)
+
+    def share(self, *parts: str) -> float:
+        return sum(self.shares.get(part, 0.0) for part in parts)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    @property
+    def local_batch(self) -> int:
+        return self.job.micro_batch(self.world.size)

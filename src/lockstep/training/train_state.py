@@ -1,5 +1,7 @@
 """The state that a run trains: how it is built, loaded and compiled, and how far it has come."""
 
+from __future__ import annotations
+
 import copy
 import math
 import os
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,6 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import ForwardDraws, key_draws
 from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.telemetry.window import WindowState
-from lockstep.training.averages import EMA, SWA, build_average
 from lockstep.training.network import (
     Freezing,
     check_single_examples,
@@ -44,6 +45,9 @@ from lockstep.training.network import (
     recompute_blocks,
 )
 from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions
+
+if TYPE_CHECKING:
+    from lockstep.training.averages import EMA
 
 # A rank has a few shapes of batches: full and last ones, cut unevenly into shards and micro-batches, in training and
 # in evaluation. Beyond torch's default of 8 shapes a model would run uncompiled.
@@ -182,6 +186,8 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     ema = None
     if average is not None:
         strategy.shard(average, world, precision, blank)
+        from lockstep.training.averages import build_average  # few jobs average
+
         ema = build_average(job, plan, model, average)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)  # of the parts of a rank, too
@@ -240,7 +246,7 @@ def restore(
         progress |= {"best": None, "best_step": 0, "best_figures": {}}
     step, ema, saved = progress["step"], state.ema, progress.get("decisions", {})  # none of an earlier version
     before = averaging_of(saved).until(step) if "train.swa_from" in saved else None
-    if isinstance(ema, SWA) and (steps := ema.steps.until(step)) <= {step} and steps != before:
+    if ema is not None and ema.steps and (steps := ema.steps.until(step)) <= {step} and steps != before:
         ema.n_averaged.zero_()
         if steps:
             ema.update_parameters(state.model)

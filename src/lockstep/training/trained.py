@@ -15,9 +15,8 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers, is_sound
 from lockstep.core.model_card import ModelCard
-from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
-from lockstep.core.run_dir import LATEST
+from lockstep.core.run_dir import LATEST, pointed
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.models.nets import check_size, sketch, without_weights
 from lockstep.precision import FP32

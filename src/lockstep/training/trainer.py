@@ -16,8 +16,7 @@ from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped, as_unicode
 from lockstep.core.figures import finite
-from lockstep.core.monitor import Monitor, tagged
-from lockstep.core.tags import SCALE, TEST
+from lockstep.core.tags import SCALE, TEST, Monitor, tagged
 from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.signals import StopNow, StopRequest
@@ -25,9 +24,7 @@ from lockstep.scores import EvaluationObserver, Scores
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.window import Window
 from lockstep.training import agreement
-from lockstep.training.averages import SWA
-from lockstep.training.evaluate import evaluate, outputs_of
-from lockstep.training.patience import Patience
+from lockstep.training.evaluate import Patience, evaluate, outputs_of
 from lockstep.training.train_state import Progress
 from lockstep.training.train_step import StepListener, TrainStep
 
@@ -235,7 +232,7 @@ class Trainer:
     def _renew_statistics(self, step: int) -> None:
         """Compute the statistics of a mean of weights over images of the epoch, augmented as in it, but not mixed."""
         average, transforms = self.state.ema, self.transforms
-        if not isinstance(average, SWA):
+        if average is None or not average.norms:
             return
         # Whole blocks, which count alike.
         number = max(1, min(average.images, self.plan.examples) // self.loader.eval_batch)

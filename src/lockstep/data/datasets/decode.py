@@ -29,9 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from lockstep.core.centre import Size, centre_start
 from lockstep.core.errors import check_installed
-from lockstep.core.model_card import CROP, INTERPOLATION, PAD, Preprocessing
+from lockstep.core.model_card import CROP, INTERPOLATION, PAD, Preprocessing, Size, centre_start
 from lockstep.core.safe_read import MOST_BYTES, check_size, stored
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.arrays import ARRAY_TO_8_BITS

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from lockstep.config.roles import fields_with
-from lockstep.core.centre import stored_side
 from lockstep.core.data_protocols import SPLIT_NAMES, Crop, Split
 from lockstep.core.errors import BrokenImage, InputError, StorageError, out_of_memory, reason_of
 from lockstep.core.fields import PATTERN, Role, choice, pixels, ranged, ruled, sides
-from lockstep.core.model_card import FITS, MOST_CHANNELS, Preprocessing, per_channel
+from lockstep.core.model_card import FITS, MOST_CHANNELS, Preprocessing, per_channel, stored_side
 from lockstep.core.rng import SampleRNG
 from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets.decode import RGB, ImageFile, contents

@@ -16,7 +16,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, in_config, pathname
 from lockstep.core.model_card import class_name
-from lockstep.core.named_paths import near_paths
+from lockstep.core.run_dir import near_paths
 from lockstep.data.datasets.decode import BANDS_SUFFIXES, GREY, RGB
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order

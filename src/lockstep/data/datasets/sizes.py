@@ -3,10 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.core.centre import stored_side
 from lockstep.core.data_protocols import Source
 from lockstep.core.fields import as_pixels, pixels, ranged, sides
-from lockstep.core.model_card import CROP, PAD, SQUASH, TrainedInput
+from lockstep.core.model_card import CROP, PAD, SQUASH, TrainedInput, stored_side
 
 AUTO = "auto"
 SIZES = ("fit", "decode_size", "input_size", "crop")

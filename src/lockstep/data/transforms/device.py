@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.core.centre import centre_start, evaluated_size
 from lockstep.core.data_protocols import Apply, Augment, Shard
-from lockstep.core.model_card import Preprocessing
+from lockstep.core.model_card import Preprocessing, centre_start, evaluated_size
 from lockstep.core.plan import at_step
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, ERASE, MIX, MIX_BATCH, SampleRNG, key, sample_keys
