@@ -150,9 +150,9 @@ def test_a_resume_with_the_objects_again_keeps_their_words_once(one: dict[str, A
 def test_the_lines_of_a_run_with_objects_name_their_classes_and_what_works_with_them(one: dict[str, Any]) -> None:
     lines = one["log"].splitlines()
     assert "     model  MyNet, " in one["log"]
-    run, given = f"outputs/{Path(one['given'][1]).name}", "model=MyNet(...), loss=my_loss"
+    run, objects = f"outputs/{Path(one['given'][1]).name}", "model=MyNet(...), loss=my_loss"
     ends = ("      loss  my_loss", f'lockstep.load("{run}", model=MyNet(...)).predict(PHOTO)')
-    for end in (*ends, f'lockstep.train(["resume={run}", "steps=12"], {given})'):
+    for end in (*ends, f'lockstep.train(["resume={run}", "steps=12"], {objects})'):
         assert any(line.endswith(end) for line in lines), end
 
 

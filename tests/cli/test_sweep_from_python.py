@@ -127,8 +127,10 @@ def test_a_refusal_and_a_failure_have_the_sentences_and_codes_of_the_command_lin
     assert done.code == 0, done.err
     for (code, module, text), words in zip(json.loads(done.out.splitlines()[-1]), WRONG, strict=True):
         typed = forked("lockstep", "train", "-m", *SHORT, *words, "sweep.resume=new", cwd=tmp_path)
-        said = [line.removeprefix("lockstep: ") for line in typed.err.splitlines() if line.startswith("lockstep: ")]
-        assert (code, module, text.splitlines()[: len(said)]) == (typed.code, "lockstep.core.errors", said)
+        sentences = [
+            line.removeprefix("lockstep: ") for line in typed.err.splitlines() if line.startswith("lockstep: ")
+        ]
+        assert (code, module, text.splitlines()[: len(sentences)]) == (typed.code, "lockstep.core.errors", sentences)
     assert text.splitlines()[-1].startswith('all jobs are rows of lockstep.runs("')
     assert [row["state"] for row in lockstep.runs(text.splitlines()[-1].split('"')[1])] == ["done", "failed"]
 

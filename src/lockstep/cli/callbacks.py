@@ -22,7 +22,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.launch_env import SWEEP_FOLDER, follows, is_launched, started_by
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import relative
-from lockstep.core.safe_write import absent, check_names, remove_empty
+from lockstep.core.safe_write import absent, check_names, remove_empty, write_atomic
 from lockstep.core.terminal import impatient
 from lockstep.runtime import program
 
@@ -99,7 +99,7 @@ class SweepCallbacks(Callback):
                 configure_native_threads()  # before the classes that say which score decides import torch
             ledger = choose_folder(config)
         if SWEEP_FOLDER in os.environ:
-            Path(os.environ[SWEEP_FOLDER]).write_text(str(ledger.folder))
+            write_atomic(Path(os.environ[SWEEP_FOLDER]), str(ledger.folder))
         atexit.register(remove_refused, ledger, new)
         with program.bypass_hydra_errors():
             check_names(ledger.folder, *CHECKED_PATTERNS)

@@ -21,12 +21,13 @@ from lockstep.config.extensions import MAIN
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.launch_env import SWEEP_FOLDER
 from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.safe_write import write_atomic
 from lockstep.launcher.processes import Fresh, forwarding
 from lockstep.records.ledger import Ledger
 from lockstep.runtime import signals
 from lockstep.runtime.pickled import packed, unpacked
 
-ERROR = "error.pickle"
+ERROR_FILE = "error.pickle"
 
 
 def run_sweep(words: Sequence[str], objects: Mapping[str, Any], *, verbose: bool) -> Path:
@@ -42,7 +43,7 @@ def run_sweep(words: Sequence[str], objects: Mapping[str, Any], *, verbose: bool
         children,
         forwarding(children.send) as request,
     ):
-        folder, error = Path(file).with_name("folder"), Path(file).with_name(ERROR)
+        folder, error = Path(file).with_name("folder"), Path(file).with_name(ERROR_FILE)
         children.ranks.append(
             Fresh(
                 [sys.executable, "-m", __name__, str(os.getpid()), file, *words],
@@ -74,7 +75,7 @@ def _failure(code: int, folder: Path | None) -> LockstepError:
 
 def _write(file: Path, error: LockstepError) -> None:
     public = InputError(*str(error).split("\n")) if isinstance(error, InputError) else error
-    file.write_bytes(pickle.dumps(public))
+    write_atomic(file, pickle.dumps(public))
 
 
 if __name__ == "__main__":
@@ -84,4 +85,4 @@ if __name__ == "__main__":
     objects, declared, sys.modules[MAIN].__file__ = unpacked(file)  # the program's, whose code is recorded
     options.declare(declared)
     sys.argv[:] = ["lockstep", "-m", *sys.argv[3:]]
-    train_command(objects=objects, says=functools.partial(_write, file.with_name(ERROR)))
+    train_command(objects=objects, says=functools.partial(_write, file.with_name(ERROR_FILE)))

@@ -3,36 +3,26 @@
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import hydra
-from hydra.main import get_args_parser
+from hydra.main import get_args_parser, main
 from omegaconf import DictConfig
 
 from lockstep.config import command_line, composition, extensions
 from lockstep.config.commands import key_of, started_as
 from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
-from lockstep.core.errors import LockstepError
 from lockstep.core.launch_env import adopt_srun, check_launched, follows, is_launched, without_local_rank
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.safe_write import Lock
 from lockstep.runtime import program
 
 
-def train_command(
-    packages: Sequence[str] = (),
-    *,
-    objects: Mapping[str, Any] | None = None,
-    says: Callable[[LockstepError], object] = program.say,
-) -> None:
-    """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails.
-
-    `objects` are those of a program, by group; `says` is told the error.
-    """
+def train_command(packages: Sequence[str] = (), *, objects: Any = None, says: program.Says = program.say) -> None:
+    """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails."""
     gc.freeze()  # what is imported lives as long as the program: no collection needs to look through it
     started_as(sys.argv[0])
     # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
@@ -49,18 +39,14 @@ def train_command(
             command_line.check_flags(sys.argv[1:], get_args_parser())
             check_launched()
             with own_hydra():
-                main = hydra.main(config_path=str(CONF), config_name="config", execution_whitelist=TRUSTED)
-                main(Training(objects or {}))()
+                main(config_path=str(CONF), config_name="config", execution_whitelist=TRUSTED)(Training(objects))()
 
 
+@dataclass
 class Training:
-    """What Hydra runs for a job, and what the pool asks about a job of a sweep before it starts any.
+    """What Hydra runs for a job, and what the pool asks about a job of a sweep before it starts any."""
 
-    `objects` are those of the program that has started the sweep, by group.
-    """
-
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        self.objects = objects
+    objects: Mapping[str, Any] | None  # of the program that has started the sweep, by group
 
     def __call__(self, composed: DictConfig) -> Any:
         """Train one job; returns its objective to Hydra's sweeper, or its submission to SLURM to SweepCallbacks."""
@@ -77,7 +63,7 @@ class Training:
                 configure_native_threads()
                 from lockstep.cli import run
             if resume is not None:
-                return run.run_job(replace(resume, objects=self.objects), lock)
+                return run.run_job(replace(resume, objects=self.objects or {}), lock)
             return run.follow() if follows() else run.lead(values, invocation, lock)
 
     def needs(self, composed: DictConfig, machine: Any) -> Any:

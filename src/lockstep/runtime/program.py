@@ -29,6 +29,7 @@ from lockstep.runtime.signals import (
     reports_stops,
 )
 
+Says = Callable[[LockstepError], object]  # is told the error that ends a program
 # Longer lines, in characters, are shown without their middle.
 LONGEST_LINE = 800
 
@@ -100,7 +101,7 @@ def bypass_hydra_errors() -> Iterator[None]:
 
 
 @contextmanager
-def command_line(*, stopped: str = STOPPED_EARLY, says: Callable[[LockstepError], object] = say) -> Iterator[None]:
+def command_line(*, stopped: str = STOPPED_EARLY, says: Says = say) -> Iterator[None]:
     """End the program with one sentence and the right exit code; a user's mistake shows no traceback.
 
     By default, Hydra prints its errors itself and exits with 1 for all of them. With HYDRA_FULL_ERROR it raises them,
@@ -163,9 +164,7 @@ def finish() -> NoReturn:
     leave(0)
 
 
-def _end(
-    error: BaseException, shown: LockstepError | None, full: bool, says: Callable[[LockstepError], object]
-) -> NoReturn:
+def _end(error: BaseException, shown: LockstepError | None, full: bool, says: Says) -> NoReturn:
     if full or shown is None:
         sys.stderr.write(escaped("".join(traceback.format_exception(error))))
     if shown is None:
