@@ -5,7 +5,6 @@ import re
 import resource
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from lockstep.runtime.host import GB
 from lockstep.training import averages, dry_run, train_step
 from lockstep.training.dry_run import choose_micro_batches, dry_run_step, fits, oom_advice, training_rate
 from lockstep.training.resolved_job import plan_of
-from lockstep.training.train_state import Progress, build_state
+from lockstep.training.train_state import build_state
 from thread_ranks import ThreadRanks
 
 
@@ -194,8 +193,7 @@ def test_a_rank_that_ran_out_of_memory_is_told_what_fits(
     with pytest.raises(MemoryError) as caught:
         place()
     state = build_state(job, WORLD, plan_of(job, 1442), lambda number: torch.zeros(number, *job.train_shape))
-    trainer: Any = SimpleNamespace(world=WORLD, state=state, progress=Progress(step=6))
-    assert re.search(sentence, str(oom_advice(caught.value, job, trainer)))
+    assert re.search(sentence, str(oom_advice(caught.value, job, WORLD, state, 7)))
 
 
 def test_a_run_that_ran_out_of_memory_makes_room_for_the_trial_of_what_fits(

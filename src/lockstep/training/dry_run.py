@@ -25,9 +25,8 @@ from lockstep.runtime.host import GB, available_memory, is_out_of_memory, keep_f
 from lockstep.strategy.base import Single
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob, card_of, step_settings
-from lockstep.training.train_state import blank_labels, build_loss, build_state, ready_task, without_start
+from lockstep.training.train_state import TrainState, blank_labels, build_loss, build_state, ready_task, without_start
 from lockstep.training.train_step import TrainStep
-from lockstep.training.trainer import Trainer
 
 T = TypeVar("T")
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_TRIAL_S seconds.
@@ -163,9 +162,8 @@ def choose_micro_batches(job: ResolvedJob, world: World, *, held_gb: float) -> i
     return max(needed)
 
 
-def release(trainer: Trainer) -> None:
+def release(state: TrainState) -> None:
     """Free the memory of the state of a run that has ended, because a trial needs as much."""
-    state = trainer.state
     for module in filter(None, (state.model, state.ema)):
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.grad = None
@@ -175,9 +173,8 @@ def release(trainer: Trainer) -> None:
         vars(owner).clear()  # also their lists of tensors that share this memory
 
 
-def oom_advice(error: BaseException, job: ResolvedJob, trainer: Trainer) -> LockstepError:
+def oom_advice(error: BaseException, job: ResolvedJob, world: World, state: TrainState, step: int) -> LockstepError:
     """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit."""
-    world, step = trainer.world, trainer.progress.step + 1
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
         fewer = max(1, job.train.eval_batch // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
@@ -189,7 +186,7 @@ def oom_advice(error: BaseException, job: ResolvedJob, trainer: Trainer) -> Lock
             "as it is, and more ranks have smaller parts of the model"
         )
     traceback.clear_frames(error.__traceback__)  # they hold the activations
-    release(trainer)
+    release(state)
     gc.collect()
     keep_freed_memory(world, keep=False)
     examples = job.micro_batch(world.size)

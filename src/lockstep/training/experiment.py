@@ -243,7 +243,7 @@ def explaining(
         if is_out_of_memory(error):
             from lockstep.training.dry_run import oom_advice  # few runs need it
 
-            raise oom_advice(error, job, trainer) from None
+            raise oom_advice(error, job, world, trainer.state, trainer.progress.step + 1) from None
         raise
 
 
