@@ -52,16 +52,16 @@ def sweep(folder: Path, *words: str) -> Path:
     return folder / "sweep"
 
 
+def over_folds(folder: Path, task: str) -> Path:
+    """A sweep over three folds for a kind of targets."""
+    photos(folder / "data")
+    targets = f"dataset.{TARGETS[task]}"
+    return sweep(folder, f"task={task}", targets, *METRICS[task], "dataset.folds=3", "dataset.fold=0,1,2")
+
+
 @pytest.fixture(scope="module")
-def sweeps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A sweep over three folds for each kind of targets."""
-    folders = {}
-    for task, targets in TARGETS.items():
-        folder = tmp_path_factory.mktemp(task)
-        photos(folder / "data")
-        words = (f"task={task}", f"dataset.{targets}", *METRICS[task], "dataset.folds=3", "dataset.fold=0,1,2")
-        folders[task] = sweep(folder, *words)
-    return folders
+def multiclass(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return over_folds(tmp_path_factory.mktemp("multiclass"), "multiclass")
 
 
 def evaluated(folder: Path, out: Path, *words: str) -> tuple[Done, Any, list[dict[str, str]]]:
@@ -106,19 +106,22 @@ def right_scores(task: str, rows: list[dict[str, str]]) -> dict[str, float]:
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("task", TARGETS)
+@pytest.mark.parametrize(
+    "task", ["multiclass", *(pytest.param(task, marks=pytest.mark.slow) for task in ("multilabel", "regression"))]
+)
 def test_the_scores_of_all_folds_together_are_those_of_scikit_learn(
-    task: str, sweeps: dict[str, Path], tmp_path: Path
+    task: str, multiclass: Path, tmp_path: Path
 ) -> None:
-    done, facts, rows = evaluated(sweeps[task], tmp_path)
-    images = [str(sweeps[task].parent / "data" / f"{number}.png") for number in range(IMAGES)]
+    folder = multiclass if task == "multiclass" else over_folds(tmp_path, task)
+    done, facts, rows = evaluated(folder, tmp_path)
+    images = [str(folder.parent / "data" / f"{number}.png") for number in range(IMAGES)]
     assert sorted(row["sample"] for row in rows) == sorted(images), "each image once"
     assert (facts["images"], facts["folds"], facts["missing"]) == (IMAGES, 3, {})
     right = right_scores(task, rows)
     assert {name: facts[name] for name in right} == pytest.approx(right, rel=1e-4, abs=1e-5)
     for fold, part in enumerate(facts["by_fold"]):
         own = [row for row in rows if row["fold"] == str(fold)]
-        scores = RunDir(sweeps[task] / part["run"]).read_summary()["scores"]
+        scores = RunDir(folder / part["run"]).read_summary()["scores"]
         assert {name: part[name] for name in scores} == scores, "to the bit"
         assert (part["fold"], part["images"]) == (fold, len(own))
         assert {name: part[name] for name in right} == pytest.approx(right_scores(task, own), rel=1e-4, abs=1e-5)
@@ -129,10 +132,10 @@ def test_the_scores_of_all_folds_together_are_those_of_scikit_learn(
     assert "24 images of 3 of 3 folds, each predicted by the model that was not trained on it" in done.out
 
 
-def test_the_fold_of_an_image_is_the_one_whose_run_evaluated_it(sweeps: dict[str, Path], tmp_path: Path) -> None:
-    _, facts, rows = evaluated(sweeps["multiclass"], tmp_path)
+def test_the_fold_of_an_image_is_the_one_whose_run_evaluated_it(multiclass: Path, tmp_path: Path) -> None:
+    _, facts, rows = evaluated(multiclass, tmp_path)
     for part in facts["by_fold"]:
-        run = sweeps["multiclass"] / part["run"]
+        run = multiclass / part["run"]
         _, _, own = evaluated(run, tmp_path)
         assert own == [
             {k: v for k, v in row.items() if k != "fold"} for row in rows if row["fold"] == str(part["fold"])
@@ -166,29 +169,29 @@ def test_each_setting_and_seed_has_its_scores(tmp_path: Path) -> None:
     assert "no fold is done; `lockstep compare " in forked("lockstep", "evaluate", str(folder)).err
 
 
-def test_only_the_data_of_the_training_is_evaluated_wherever_it_is(sweeps: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(sweeps["multiclass"].parent / "data", tmp_path / "moved")
+def test_only_the_data_of_the_training_is_evaluated_wherever_it_is(multiclass: Path, tmp_path: Path) -> None:
+    shutil.copytree(multiclass.parent / "data", tmp_path / "moved")
     data = f"dataset.path={tmp_path / 'moved' / 'table.csv'}"
-    _, there, _ = evaluated(sweeps["multiclass"], tmp_path)
-    _, here, _ = evaluated(sweeps["multiclass"], tmp_path, data)
+    _, there, _ = evaluated(multiclass, tmp_path)
+    _, here, _ = evaluated(multiclass, tmp_path, data)
     assert here == there
     (tmp_path / "evaluation.json").unlink()
     with (tmp_path / "moved" / "table.csv").open("a") as file:
         file.write("0.png,a,0,0,0,0\n")
     for words in ([data], ["dataset.fold=1"]):
-        done = forked("lockstep", "evaluate", str(sweeps["multiclass"]), "--out", str(tmp_path), *words)
+        done = forked("lockstep", "evaluate", str(multiclass), "--out", str(tmp_path), *words)
         assert done.code == 2
         assert "so the model may have seen some of the fold; name the files of the training" in done.err
     assert not (tmp_path / "evaluation.json").exists()
 
 
-def test_a_sweep_without_folds_and_other_splits_are_one_sentence(sweeps: dict[str, Path], tmp_path: Path) -> None:
+def test_a_sweep_without_folds_and_other_splits_are_one_sentence(multiclass: Path, tmp_path: Path) -> None:
     photos(tmp_path / "data")
     folder = sweep(tmp_path, "dataset.label_column=one", "dataset.val_share=0.5", "seed=1,2")
     done = forked("lockstep", "evaluate", str(folder))
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "it has no folds, expected a sweep such as dataset.folds=5 dataset.fold=0,1,2,3,4 -m; " in done.err
     assert f"`lockstep compare {folder}` compares its jobs" in done.err
-    done = forked("lockstep", "evaluate", str(sweeps["multiclass"]), "--split", "train")
+    done = forked("lockstep", "evaluate", str(multiclass), "--split", "train")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "--split train: a sweep is evaluated on its folds; name one of its runs: lockstep evaluate " in done.err

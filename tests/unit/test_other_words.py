@@ -47,6 +47,7 @@ def test_what_is_proposed_for_a_key_can_be_typed(template: str, words: str) -> N
     assert all(key in suggest_override(word) for word in words.split()) or template in {*GROUPS, "device"}
 
 
+@pytest.mark.slow
 def test_what_is_proposed_for_a_value_can_be_typed() -> None:
     for group, name in NAMES:
         proposal = suggest_option(group, name.upper())
