@@ -72,7 +72,7 @@ def test_a_line_fits_the_terminal_and_keeps_step_and_time_left(monkeypatch: pyte
     screen = terminal(monkeypatch, width)
     bar = Bar(PLAN, left(0), Monitor())
     try:
-        bar.advance(7)
+        bar.advance(7, 0.0)
         for change in (lambda: None, lambda: bar.window(LARGE, None), lambda: bar.evaluating(3, 8)):
             change()
             status = bar.status()
@@ -149,7 +149,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
     screen = terminal(monkeypatch)
     bar = display(PLAN, left(10), Monitor(), is_main=True)
     assert isinstance(bar, Bar)
-    bar.advance(12)
+    bar.advance(12, 0.0)
     bar.window(WINDOW, WINDOW)
     bar.evaluated(20, SCORES, WINDOW, best=True)
     bar.live.refresh()

@@ -59,8 +59,8 @@ class TimeLeft:
 class Display:
     """Shows nothing: the display of ranks other than main."""
 
-    def advance(self, step: int) -> None:
-        """Show that a step is done."""
+    def advance(self, step: int, now: float) -> None:
+        """Show that a step was done at `now`, a time of `time.perf_counter`."""
 
     def window(self, window: Window, epoch: Window | None) -> None:
         """Show the window of a log point, and the epoch so far."""
@@ -84,14 +84,14 @@ class Screen(Display):
     def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor) -> None:
         self.plan, self.left, self.monitor = plan, left, monitor
         self.step = left.first
-        self.stepped_at = self.shown_at = time.monotonic()
+        self.stepped_at = self.shown_at = time.perf_counter()
         self.phase = ""
 
     def window(self, window: Window, epoch: Window | None) -> None:
         self.left.window_ended(window.last)
 
-    def advance(self, step: int) -> None:
-        self.step, self.stepped_at = step, time.monotonic()
+    def advance(self, step: int, now: float) -> None:
+        self.step, self.stepped_at = step, now
 
     def evaluating(self, done: int, blocks: int) -> None:
         self.phase = f"evaluating {done}/{blocks}"
@@ -113,7 +113,7 @@ class Screen(Display):
 
     def _line(self, step: int, columns: list[FigureColumn]) -> None:
         """Show a line. The log gets all columns, a terminal only the columns that fit."""
-        self.shown_at = time.monotonic()
+        self.shown_at = time.perf_counter()
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
         epoch = f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}"
         position = [FigureColumn("epoch", epoch, f"/{epochs}", ALWAYS), self._position(step, 1)]
@@ -146,7 +146,7 @@ class Lines(Screen):
     def window(self, window: Window, epoch: Window | None) -> None:
         super().window(window, epoch)
         evaluated_next = self.plan.due("eval", window.last)
-        if time.monotonic() - self.shown_at >= LINE_EVERY_S and not evaluated_next:
+        if time.perf_counter() - self.shown_at >= LINE_EVERY_S and not evaluated_next:
             self._line(window.last, figures(epoch or window))
 
     def close(self) -> None:
@@ -155,8 +155,8 @@ class Lines(Screen):
 
     def _break_silence(self) -> None:
         """Show a line after each long silence, because steps and evaluations may take minutes."""
-        while not self.closed.wait(max(0.0, self.shown_at + SILENCE_S - time.monotonic())):
-            now = time.monotonic()
+        while not self.closed.wait(max(0.0, self.shown_at + SILENCE_S - time.perf_counter())):
+            now = time.perf_counter()
             if now - self.shown_at >= SILENCE_S:
                 phase = self.phase or f"in step {self.step + 1} for {format_duration(now - self.stepped_at)}"
                 self._line(self.step, [FigureColumn(phase, "", "", 4)])

@@ -137,7 +137,7 @@ class Telemetry:
             if shard.step == self.times.next_step:
                 self.times.stop()
             requested = self.stragglers.next_step()
-            self.display.advance(shard.step)
+            self.display.advance(shard.step, requested)
 
     def record(self, loss: Tensor, logits: Tensor, micro: Shard, images: Tensor) -> None:
         """Record the summed loss (a scalar) and the hits of one micro-batch, without a device sync."""
@@ -281,7 +281,7 @@ class Telemetry:
         return int(self.world.sum(first).min())
 
     def evaluating(self, done: int, blocks: int) -> None:
-        self.display.advance(self.step)
+        self.display.advance(self.step, time.perf_counter())
         self.display.evaluating(done, blocks)
 
     def evaluated(self, step: int, scalars: Mapping[str, float], *, best: bool) -> None:

@@ -53,7 +53,8 @@ class Tally:
         self.counts: list[int] = []  # of examples, also broken ones
         self.losses = torch.zeros(0, dtype=torch.float64, device=device)
         self.logged = self.losses if logged == 0 else self.losses.new_zeros(logged)  # the sums of the task's figures
-        self.hits, self.broken = torch.zeros((2,), dtype=torch.int64, device=device)
+        self.hits = torch.zeros((), dtype=torch.int64, device=device)
+        self.broken = torch.zeros_like(self.hits)
 
     def restore(self, state: TallyState) -> None:
         self.steps, self.counts = state["steps"][:], state["examples"][:]
