@@ -7,7 +7,6 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
-from tensorboard.summary.writer import event_file_writer
 
 from helpers import resolved, train_here
 from lockstep.core.errors import StorageError
@@ -261,12 +259,6 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     assert chart_layout(["loss/val", "metric/f1", "my/a.b"])["Options"] == {"my/a.b": [r"my/a\.b"]}
 
 
-@pytest.fixture(autouse=True)
-def _ordered_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Event files are read by name. Number those of one second alike, since runs do not resume within a second."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10**9))
-
-
 def written(folder: Path) -> dict[tuple[str, int], int]:
     """How often TensorBoard shows each (tag, step) of a folder."""
     read = plugin_event_accumulator.EventAccumulator(str(folder), {"tensors": 0}).Reload()
@@ -289,6 +281,16 @@ def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path: Path) -> N
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
     part(tmp_path, 0, range(1, 3), 3.0)
     assert [(scalar.step, scalar.value) for scalar in events(tmp_path).Scalars("loss")] == [(1, 3), (2, 3)]
+
+
+def test_a_figure_is_in_tensorboards_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    sink = tensorboard(tmp_path)
+    for step in (1, 2):
+        sink.write(step, {"loss/train": 0.5})
+        assert [scalar.step for scalar in events(tmp_path).Scalars("loss")] == [*range(1, step + 1)]
+    assert threading.active_count() == threads
+    sink.end("completed")
 
 
 def test_the_hyperparameters_have_the_task_and_the_monitor() -> None:
@@ -345,17 +347,6 @@ def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
         sink.end("completed")
 
 
-@pytest.fixture
-def _writer_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide the traceback with which TensorBoard's writer thread dies, and wait until the thread has ended."""
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-
-
-@pytest.mark.usefixtures("_writer_threads")
 @pytest.mark.parametrize("writes", [0, 1, 2000])
 def test_a_full_disk_is_reported_once_and_ends_nothing(
     tmp_path: Path, full_disk: Any, capsys: pytest.CaptureFixture[str], writes: int

@@ -7,6 +7,7 @@ import io
 import re
 import unicodedata
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 from helpers import FAKE, train_here
 from lockstep.checkpoint.weights import read_card
@@ -31,7 +31,7 @@ from lockstep.core.table import Column, show_rows, show_table
 from lockstep.inference.export import readme
 from lockstep.report.run_page import rendered
 from lockstep.telemetry.sinks import CsvTable
-from lockstep.telemetry.tensorboard import add_text
+from lockstep.telemetry.tensorboard import EventFile
 
 PASSWORD = "s3cr3t"
 HOSTILE = {
@@ -183,8 +183,8 @@ def test_a_spreadsheet_computes_no_cell_and_no_heading(text: str, tmp_path: Path
 
 
 def test_a_text_in_tensorboard_is_a_block_of_code(text: str, tmp_path: Path) -> None:
-    with SummaryWriter(str(tmp_path)) as writer:
-        add_text(writer, "note", text, 1)
+    with closing(EventFile(tmp_path)) as file:
+        file.add_text("note", text, 1)
     events = EventAccumulator(str(tmp_path)).Reload()
     (event,) = events.Tensors("run/note/text_summary")
     written = event.tensor_proto.string_val[0].decode()
