@@ -126,7 +126,7 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
     def ours() -> None:
         loaded = load_newest(RunDir(folder / "run"))
         assert loaded is not None
-        reading.restore(loaded, model=model, ema=None, optimizer=optimizer, scaler=scaler)
+        reading.restore_from(loaded, model=model, ema=None, optimizer=optimizer, scaler=scaler)
 
     cases = {
         "torch.load": partial(timed, partial(plain, mmap=False)),

@@ -48,7 +48,7 @@ from lockstep.data.datasets.builtin import CIFAR10
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.packed import Packed, pack
+from lockstep.data.datasets.packed import Packed, pack_source
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import CropFlip
@@ -213,7 +213,7 @@ def packed(root: Path) -> Cases:
     folder = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=32)
     target = root.parent / "packed"
     if not target.exists():
-        pack(folder, target, threads=2, advanced=lambda n: None)
+        pack_source(folder, target, threads=2, advanced=lambda n: None)
     source = Packed(path=str(target))
     return {
         "files": ours(folder, folder.train(), Streaming(workers=0), CropFlip(), 128),

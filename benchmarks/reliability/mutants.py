@@ -209,8 +209,8 @@ data/loading/shards.py: a corrupt image of one split hides that of the other [lo
 + example = (True, index)
 training/evaluate.py: an evaluation keeps the graph of its loss [evaluate]
 - @torch.no_grad()
-- def evaluate(
-+ def evaluate(
+- def evaluate_model(
++ def evaluate_model(
 training/trainer.py: a stop before the first step saves a state that never was [trainer]
 - if self.stop.force or not self.stop.begun:
 -             raise request

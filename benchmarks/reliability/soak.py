@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.files import find_corruption
-from lockstep.checkpoint.reading import latest_valid, read_facts
+from lockstep.checkpoint.reading import latest_valid, undamaged_facts
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
@@ -292,7 +292,7 @@ def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Ra
     if run.path.exists():
         tally.resumes["from a checkpoint" if checkpoints else "from scratch"] += 1
         tally.faults += [f"{path}: {reason}" for path in checkpoints if (reason := find_corruption(path))]
-    over = bool(checkpoints) and read_facts(checkpoints[0])["progress"]["step"] == steps
+    over = bool(checkpoints) and undamaged_facts(checkpoints[0])["progress"]["step"] == steps
     started = time.time()
     process = start(run.path, *overrides_of(tally.ranks, steps))
     patience = chance.uniform(SOONEST_S, max(SOONEST_S, tally.seconds)) if tally.kills.total() < kills else None

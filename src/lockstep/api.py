@@ -344,10 +344,10 @@ def runs(
     """
     from lockstep.core.table import json_lines
     from lockstep.records.runs import existing
-    from lockstep.report.runs import listed, without_status
+    from lockstep.report.runs import list_runs, without_status
 
     root = existing(str(folder))
-    listed_rows, _, damaged = listed(root, sort=sort, filters=filters, columns=columns)
+    listed_rows, _, damaged = list_runs(root, sort=sort, filters=filters, columns=columns)
     if damaged:
         raise InputError(*damaged)
     rows = Rows(json.loads("\n".join(json_lines([without_status(row) for row in listed_rows]))))

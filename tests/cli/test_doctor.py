@@ -179,7 +179,9 @@ def as_csv(photos: Path) -> tuple[str, ...]:
 
 
 def as_packed(photos: Path) -> tuple[str, ...]:
-    packed.pack(Folder(path=str(photos), decode_size=16), photos / "packed", threads=1, advanced=lambda images: None)
+    packed.pack_source(
+        Folder(path=str(photos), decode_size=16), photos / "packed", threads=1, advanced=lambda images: None
+    )
     return "dataset=packed", f"dataset.path={photos / 'packed'}"
 
 

@@ -19,7 +19,7 @@ from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.diagnostics import ladder as module
 from lockstep.diagnostics.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
-from lockstep.diagnostics.ladder_table import row_of, show
+from lockstep.diagnostics.ladder_table import row_of, show_ladder
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.runtime.commands import running
 from lockstep.runtime.signals import StopNow
@@ -265,7 +265,7 @@ def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
     figures = ("img_per_s", "spread", "speed_up", "efficiency", "communication", "memory_gb", "top1", "difference")
     assert [row[name] for name in figures] == [320, 40, 3.2, 0.8, 0.25, 3.0, 90.0, 0.5]
     none = row_of("FSDP", [], first, devices=4, lines=0, reason="it needs a GPU")
-    show([first, row, none])
+    show_ladder([first, row, none])
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines[:3])
     assert lines[2].split() == ["DDP", "320", "±40", "3.20", "80%", "25%", "3.00", "90.00", "5e-01", "0"]

@@ -15,7 +15,7 @@ import torch
 from helpers import forked, forks, result, running_fork
 from lockstep.core.errors import InputError, NumericalError
 from lockstep.diagnostics import prove
-from lockstep.diagnostics.prove import PROOF_OVERRIDES, Case, RunResult, cases, compare, for_strategy, texts
+from lockstep.diagnostics.prove import PROOF_OVERRIDES, Case, RunResult, cases, compare_results, for_strategy, texts
 from lockstep.runtime.signals import StopNow
 from lockstep.strategy.base import Auto, Single
 from lockstep.strategy.ddp import DDP, AllReduce
@@ -87,7 +87,7 @@ def nudged(by: float) -> dict[str, torch.Tensor]:
 
 def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -> None:
     result = RunResult([2.0, 1.0 + 1e-14], nudged(1e-12), REFERENCE.samples[::-1])
-    comparison, equal = compare(LOOSE, result, REFERENCE), compare(EXACT, REFERENCE, REFERENCE)
+    comparison, equal = compare_results(LOOSE, result, REFERENCE), compare_results(EXACT, REFERENCE, REFERENCE)
     assert (texts(comparison), comparison["passes"]) == (["1.0e-14", "2.5e-13", "4 same"], True)
     assert (texts(equal), equal["passes"]) == (["same", "same bits", "4 same"], True)
 
@@ -106,7 +106,7 @@ def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -
     ],
 )
 def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, result: RunResult) -> None:
-    comparison = compare(case, result, REFERENCE)
+    comparison = compare_results(case, result, REFERENCE)
     assert not comparison["passes"]
     assert texts(json.loads(json.dumps(comparison, allow_nan=False)))
 

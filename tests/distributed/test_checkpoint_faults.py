@@ -22,7 +22,7 @@ from torch import nn
 from helpers import NARROW, forks, losses, records, run_dir, run_until, train_here
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.files import MODEL, find_corruption
-from lockstep.checkpoint.reading import latest_valid, read_facts
+from lockstep.checkpoint.reading import latest_valid, undamaged_facts
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 from lockstep.core.errors import StorageError
 from lockstep.core.run import candidates
@@ -287,7 +287,7 @@ def test_an_evaluation_that_a_resume_made_up_and_lost_is_once_in_every_file(tmp_
     job = (*JOB, "steps=6", "train.eval_batch=20")
     expected, run = train_here(tmp_path / "whole", *job), train_here(tmp_path / "run", *job, stop_in=9)
     shutil.copytree(run.checkpoints, tmp_path / "stopped")
-    progress = read_facts(candidates(run.checkpoints)[0])["progress"]
+    progress = undamaged_facts(candidates(run.checkpoints)[0])["progress"]
     assert progress["step"] == 3 not in dict(progress["scores"])
     await_next_second()
     train_here(run.path, *job)

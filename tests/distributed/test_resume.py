@@ -10,7 +10,7 @@ import torch
 
 from helpers import FAKE, NARROW, Case, gang, losses, records, train_here, weights
 from lockstep.checkpoint import reading
-from lockstep.checkpoint.reading import latest_valid, read_facts
+from lockstep.checkpoint.reading import latest_valid, undamaged_facts
 from lockstep.core.run import candidates
 
 # 242 examples in batches of 50: five steps an epoch, so that stops fall inside epochs and on their ends.
@@ -102,7 +102,7 @@ def test_a_stop_within_a_step_or_an_evaluation_leaves_no_trace(
 ) -> None:
     run = train_here(tmp_path / "run", *IN_BLOCKS, stop_in=place).path
     (newest, *_) = candidates(run / "checkpoints")
-    assert read_facts(newest)["progress"]["step"] == step
+    assert undamaged_facts(newest)["progress"]["step"] == step
     train_here(run, *IN_BLOCKS)
     assert everything(run) == everything(whole_in_blocks)
     assert untimed(run) == untimed(whole_in_blocks)
@@ -120,7 +120,7 @@ def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None
     job = (*COMMON, "steps=7", "train.micro_batches=1", "train.eval_batch=20", "strategy=ddp")
     gang(tmp_path / "gang", 2, [Case(tmp_path / "whole", job), Case(tmp_path / "run", job, stop_in=2)])
     (newest, *_) = candidates(tmp_path / "run" / "checkpoints")
-    progress = read_facts(newest)["progress"]
+    progress = undamaged_facts(newest)["progress"]
     assert progress["step"] == 5 not in dict(progress["scores"])
     gang(tmp_path / "again", 2, [Case(tmp_path / "run", job)])
     assert everything(tmp_path / "run") == everything(tmp_path / "whole")
@@ -142,7 +142,7 @@ def test_a_stop_at_the_very_end_changes_no_bit(tmp_path: Path, options: str, pla
     whole = train_here(tmp_path / "whole", *job).path
     run = train_here(tmp_path / "run", *job, **AT_THE_END[place]).path
     (newest, *_) = candidates(run / "checkpoints")
-    assert read_facts(newest)["progress"]["step"] == 4
+    assert undamaged_facts(newest)["progress"]["step"] == 4
     train_here(run, *job)
     assert everything(run) == everything(whole)
     assert untimed(run) == untimed(whole)

@@ -41,7 +41,7 @@ from lockstep.precision import FP32, FP64
 from lockstep.scores import Scores
 from lockstep.tasks import Multiclass
 from lockstep.telemetry.sinks import fingerprints
-from lockstep.training.evaluate import evaluate
+from lockstep.training.evaluate import evaluate_model
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +183,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
         metrics["auroc"] = AUROC()
     further = Scores(metrics, 10, (), here)
     figures = dict(
-        evaluate(
+        evaluate_model(
             DigitNet(width=8).build(10, (1, 8, 8)).double(),
             task=Multiclass(),
             loss=MaskedLoss(CrossEntropy().build(10, train.labels), tolerates_broken=False),

@@ -20,6 +20,7 @@ from types import FrameType
 import pytest
 
 from helpers import ROOT, command, forked
+from lockstep.cli.main import COMMANDS
 from lockstep.config.options import classes_of, modules_of
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.tags import PAGES
@@ -399,6 +400,16 @@ def test_no_two_classes_share_a_name() -> None:
     shared = twice(name for name, _ in classes)
     no_options = [name for name, file in classes if (name, file.removesuffix(".py").replace("/", ".")) not in options]
     assert shared & {*no_options} == SHARES_NAME.keys()
+
+
+def test_no_two_public_functions_share_a_name() -> None:
+    """The user types the names of commands and of the Python interface: other functions may have them, too."""
+    modules = {name.replace("-", "_"): f"lockstep/{package}" for name, package in COMMANDS.items()}
+    typed = {(name, f"{package}/{name}.py") for name, package in modules.items()}
+    functions = [(name, file) for name, file in defined(ast.FunctionDef) if (name, file) not in typed]
+    # A copy of the last file stands alone, beside an exported model.
+    interfaces = ("lockstep/api.py", "lockstep/cli/main.py", "lockstep/data/datasets/preprocess.py")
+    assert not twice(name for name, file in functions if not name.startswith("_") and file not in interfaces)
 
 
 def test_no_two_constants_of_modules_share_a_name() -> None:

@@ -120,7 +120,7 @@ def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
 
 
 def restore(path: Path, contents: Parts) -> dict[str, Any]:
-    return reading.restore(reading.read_checkpoint(path), **vars(contents))
+    return reading.restore_from(reading.read_checkpoint(path), **vars(contents))
 
 
 @pytest.mark.parametrize(

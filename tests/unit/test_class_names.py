@@ -18,7 +18,7 @@ from torchvision.datasets import ImageFolder
 
 import lockstep
 from helpers import built, refusal, train_here
-from lockstep.checkpoint.reading import difference
+from lockstep.checkpoint.reading import describe_differences
 from lockstep.data.datasets import CSV, HF, WebDataset, packed
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import SYSTEM_FOLDERS, Folder
@@ -66,7 +66,7 @@ def as_folder(root: Path, names: list[str]) -> Folder:
 
 
 def as_packed(root: Path, names: list[str]) -> Packed:
-    packed.pack(as_folder(root / "source", names), root / "packed", threads=1, advanced=lambda images: None)
+    packed.pack_source(as_folder(root / "source", names), root / "packed", threads=1, advanced=lambda images: None)
     return Packed(path=str(root / "packed"))
 
 
@@ -138,7 +138,7 @@ def test_a_class_may_be_spelled_in_two_ways(tmp_path: Path, train: str, val: str
 def test_a_resume_compares_the_order_of_the_classes() -> None:
     numbers = [str(number) for number in range(12)]
     lexical = {"class_names": sorted(numbers)}
-    assert difference({"class_names": numbers}, lexical).startswith("class_names[2]: here 2, there 10")
+    assert describe_differences({"class_names": numbers}, lexical).startswith("class_names[2]: here 2, there 10")
 
 
 SIDECARS = [

@@ -33,7 +33,7 @@ from lockstep.core.run_dir import RunDir, slug
 from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record, best_of
-from lockstep.records.runs import differing, groups, interval, read_runs
+from lockstep.records.runs import differing, groups, read_runs, welch
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
 from lockstep.report.runs import runs
@@ -105,8 +105,8 @@ def test_the_interval_is_the_one_of_welch(first: tuple[int, float], second: tupl
     generator = np.random.default_rng(1)
     samples = [generator.normal(90, spread, size).tolist() for size, spread in (first, second)]
     expected = ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
-    assert interval(*samples) == pytest.approx(tuple(expected), rel=1e-12)
-    assert interval([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0), "without spread, it is one point"
+    assert welch(*samples) == pytest.approx(tuple(expected), rel=1e-12)
+    assert welch([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0), "without spread, it is one point"
 
 
 def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, capsys: CAPSYS) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV
 from lockstep.data.datasets.files import LISTINGS
-from lockstep.data.datasets.listing import classes_of
+from lockstep.data.datasets.listing import class_names_of
 
 LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,dog,val"]
 
@@ -151,7 +151,7 @@ def test_all_wrong_lines_are_told_at_once(root: Path) -> None:
 
 
 def ordered(labels: list[str]) -> tuple[str, ...]:
-    return classes_of(labels, "line {}".format, gaps=False)
+    return class_names_of(labels, "line {}".format, gaps=False)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from lockstep.precision import FP32, FP64
 from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.strategy import Single
 from lockstep.tasks import Multiclass
-from lockstep.training.evaluate import evaluate, weighted_views
+from lockstep.training.evaluate import evaluate_model, weighted_views
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -64,7 +64,7 @@ def scores(model: nn.Module, source: Any, **options: Any) -> Any:
     val, observed = source.eval(), {key: options.get(key, value) for key, value in QUIET.items()}
     feed = {"eval_labels": val.labels.clone(), "eval_feed": kind.feed(val, world), "skip": val.skip}
     built = loss.build(source.classes, source.train().labels)
-    return evaluate(
+    return evaluate_model(
         model,
         task=Multiclass(),
         loss=MaskedLoss(built, tolerates_broken=val.skip > 0),

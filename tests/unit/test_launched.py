@@ -59,10 +59,10 @@ def test_the_first_host_of_a_list_and_the_tasks_of_each_machine_are_found() -> N
 
 
 def test_jobs_and_steps_that_run_beside_each_other_have_ports_of_their_own() -> None:
-    ports = [launch_env.port(job, step) for job in range(4_000_000, 4_000_500) for step in range(10)]
+    ports = [launch_env.port_of_step(job, step) for job in range(4_000_000, 4_000_500) for step in range(10)]
     assert len(set(ports)) == len(ports)
     assert all(port in launch_env.PORTS for port in ports)
-    assert launch_env.port(2**32, 4_294_967_290) in launch_env.PORTS  # the number of an interactive step
+    assert launch_env.port_of_step(2**32, 4_294_967_290) in launch_env.PORTS  # the number of an interactive step
 
 
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_env.adopt_srun()
     assert launched_place() == Place(rank=5, size=6, local_rank=1, local_size=2)
     assert started_by() is Starter.srun
-    assert store_address() == ("localhost", launch_env.port(70001, 2))
+    assert store_address() == ("localhost", launch_env.port_of_step(70001, 2))
 
 
 @pytest.mark.parametrize(

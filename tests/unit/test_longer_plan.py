@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from helpers import ROOT, created, resolved, train_here
 from lockstep.checkpoint.files import read_state
-from lockstep.checkpoint.reading import read_facts
+from lockstep.checkpoint.reading import undamaged_facts
 from lockstep.config.options import classes_of
 from lockstep.config.schema import BLOCKS, GROUPS
 from lockstep.core.errors import InputError
@@ -190,5 +190,5 @@ def test_the_evaluation_at_the_end_of_a_shorter_run_counts_for_no_patience(tmp_p
     train_here(tmp_path / "run", *job, "steps=24", "train.patience=null")
     train_here(tmp_path / "run", *job, "steps=40", "train.patience=null")
     train_here(tmp_path / "whole", *job, "steps=40", "train.patience=null")
-    progress = [read_facts(newest(tmp_path / folder))["progress"] for folder in ("run", "whole")]
+    progress = [undamaged_facts(newest(tmp_path / folder))["progress"] for folder in ("run", "whole")]
     assert progress[0]["scores"] == progress[1]["scores"]

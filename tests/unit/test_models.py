@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lockstep.config.options import TIMM, models_of
 from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm, WideResNet
-from lockstep.models.nets import MaxPoolTo, check_size, sketch
+from lockstep.models.nets import MaxPoolTo, check_model_size, sketch
 from lockstep.models.wide_resnet import Block
 from lockstep.models.zoo import network_options
 
@@ -156,7 +156,7 @@ def test_a_model_of_any_width_and_image_is_refused_before_it_is_built(
     name: str, options: dict[str, Any], shape: tuple[int, int, int]
 ) -> None:
     with pytest.raises(InputError, match=r"parameters and the buffers need .* GB"):
-        check_size(sketch(Timm(name=name, options=options), 1000, shape))
+        check_model_size(sketch(Timm(name=name, options=options), 1000, shape))
 
 
 def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.Monke
     for size in (room, room - 1):
         monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda size=size: size)
         with nullcontext() if size == room else pytest.raises(InputError, match="3 x 8 parameters and the buffers"):
-            check_size(nn.BatchNorm1d(4), copies=3)
+            check_model_size(nn.BatchNorm1d(4), copies=3)
 
 
 @pytest.mark.parametrize(("depth", "width", "size"), [(16, 4, 2_748_890), (40, 2, 2_243_546), (28, 10, 36_479_194)])

@@ -19,8 +19,8 @@ from lockstep.core.tags import (
     Monitor,
     direction_in,
     direction_of,
-    directions_of,
     figure_text,
+    job_directions,
     monitor_of,
     tagged,
 )
@@ -117,13 +117,15 @@ def test_the_usual_monitor_of_each_task_is_a_figure_of_it() -> None:
 
 
 def test_the_direction_of_a_figure_is_known_by_any_of_its_names() -> None:
-    known = directions_of(Monitor("f1"), ("top1", "top5"), METRICS, {"my/gap": Direction.minimize})
+    known = job_directions(Monitor("f1"), ("top1", "top5"), METRICS, {"my/gap": Direction.minimize})
     falling = ("loss", "loss/val", "loss/val_ema", "test/loss", "error", "metric/error", "error/cat", "test/error")
     assert {direction_in(known, name) for name in (*falling, "my/gap", "-f1")} == {Direction.minimize}
     rising = ("top1", "acc/val_top1", "acc/val_ema_top5", "test/top1", "f1", "metric/f1/cat", "metric/f1")
     assert {direction_in(known, name) for name in rising} == {Direction.maximize}
     assert {direction_in(known, name) for name in ("seconds", "perf/step_ms", "best_step", "g1")} == {None}
-    assert direction_in(directions_of(Monitor("f1", Direction.minimize), (), METRICS, {}), "f1") is Direction.minimize
+    assert (
+        direction_in(job_directions(Monitor("f1", Direction.minimize), (), METRICS, {}), "f1") is Direction.minimize
+    )
     assert direction_of(METRICS["theirs"]) is Direction.minimize
 
 

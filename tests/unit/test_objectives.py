@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.records.record import check_figures, directions, objectives_of, trade_offs
+from lockstep.records.record import check_objectives, directions, objectives_of, trade_offs
 from lockstep.report.sweep_page import write_sweep_report
 
 NAMES = ("score", "seconds", "megabytes")
@@ -131,10 +131,10 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
 )
 def test_a_figure_not_logged_is_no_score_and_no_objective(monitor: str, objectives: list[str], sentence: str) -> None:
     logged = ["loss", "top1", "recall"]
-    check_figures(logged, "-loss", ["score", "seconds", "-loss", "recall/9"])
-    check_figures((), monitor, objectives)  # an app that does not say what it logs
+    check_objectives(logged, "-loss", ["score", "seconds", "-loss", "recall/9"])
+    check_objectives((), monitor, objectives)  # an app that does not say what it logs
     with pytest.raises(InputError, match=sentence):
-        check_figures(logged, monitor, objectives)
+        check_objectives(logged, monitor, objectives)
 
 
 def test_a_figure_is_an_objective_with_its_own_direction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
     """Pack a folder; returns one sentence for each image that was left out."""
-    return [error.failure for error in packed.pack(source, target, threads=threads, advanced=lambda n: None)]
+    return [error.failure for error in packed.pack_source(source, target, threads=threads, advanced=lambda n: None)]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from helpers import NARROW, losses, train_here
 from lockstep.core.plan import Plan, share
 from lockstep.core.rng import permutation
-from lockstep.data.loading.sampler import ShardIndices, balanced_order, blocks, repeated_order, shard_indices
+from lockstep.data.loading.sampler import ShardIndices, balanced_order, eval_blocks, repeated_order, shard_indices
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def test_a_partner_is_the_next_sample_of_the_global_batch_and_the_first_for_the_
 def test_evaluation_covers_each_example_once_in_blocks_that_no_number_of_ranks_changes(
     n: int, size: int, ranks: int
 ) -> None:
-    alone = blocks(n, size, rank=0, ranks=1)
-    dealt = [blocks(n, size, rank=rank, ranks=ranks) for rank in range(ranks)]
+    alone = eval_blocks(n, size, rank=0, ranks=1)
+    dealt = [eval_blocks(n, size, rank=rank, ranks=ranks) for rank in range(ranks)]
     together = [block for mine in dealt for block in mine]
     assert len(dealt[0]) - len(dealt[-1]) in (0, 1), "the first rank has the most, by one"
     assert [index for block in alone for index in block] == list(range(n))

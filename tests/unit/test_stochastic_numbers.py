@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core import rng
-from lockstep.stochastic.numbers import below, normal, random_bits, uniform
+from lockstep.stochastic.numbers import below, normal, random_bits, uniform_from_bits
 
 EXAMPLES, ELEMENTS = 4096, 1024
 
@@ -72,14 +72,14 @@ def test_single_numbers_of_examples_are_balanced_and_uncorrelated_between_layers
 
 def test_uniform_numbers_fill_their_cells_evenly_and_never_reach_one() -> None:
     bits = random_bits(words(), ELEMENTS)
-    drawn = uniform(bits, torch.float32)
+    drawn = uniform_from_bits(bits, torch.float32)
     counts = torch.histc(drawn, 256, 0, 1)
     expected = drawn.numel() / 256
     # Chi-squared of 255 degrees of freedom: 255 +- 22.6.
     assert ((counts - expected) ** 2 / expected).sum().item() == pytest.approx(255, abs=5 * 22.6)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        assert uniform(torch.tensor([-1, -(2**31), 2**31 - 1], dtype=torch.int32), dtype).max() < 1
-        assert uniform(bits, dtype).min() >= 0
+        assert uniform_from_bits(torch.tensor([-1, -(2**31), 2**31 - 1], dtype=torch.int32), dtype).max() < 1
+        assert uniform_from_bits(bits, dtype).min() >= 0
 
 
 def test_normal_numbers_have_the_moments_of_normal_numbers() -> None:

@@ -259,7 +259,7 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path = table(folder, "name,names,number,nan,hole,x,y,zero", cells)
     source = CSV(path=path, label_columns=["x", "y"], targets="labels", decode_size=8)
-    packed.pack(source, folder / "packed", threads=1, advanced=lambda number: None)
+    packed.pack_source(source, folder / "packed", threads=1, advanced=lambda number: None)
     return folder
 
 

@@ -197,7 +197,7 @@ def test_a_large_package_is_known_by_one_hash(package: Path) -> None:
 
 def started(run_dir: RunDir, package: Path, step: int) -> dict[str, Any]:
     """What `env.json` has after a run has begun after `step` with the present code."""
-    facts = user_code.write(run_dir, {"mine": read(package)}, step)
+    facts = user_code.write_code(run_dir, {"mine": read(package)}, step)
     run_dir.environment.write_text(json.dumps(facts))
     return dict(facts)
 

@@ -40,7 +40,7 @@ class NamedOptions(ConfigSource):
         if group not in GROUPS or results_filter == ObjectType.GROUP:
             return []
         models = (*models_of(TIMM), *(f"{TORCHVISION}.{name}" for name in models_of(TORCHVISION)))
-        return [*extensions.declared(group), *(models if group == "model" else ())]
+        return [*extensions.classes_of_user(group), *(models if group == "model" else ())]
 
     def load_config(self, config_path: str) -> ConfigResult:
         if (node := _node(config_path)) is None:
@@ -54,7 +54,7 @@ class NamedOptions(ConfigSource):
 def _node(config_path: str) -> dict[str, Any] | None:
     """The config of an option: for a model of a library, `conf/model/LIBRARY.yaml` with its name."""
     group, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
-    classes = extensions.of_objects(group) if name == extensions.OBJECT else extensions.declared(group)
+    classes = extensions.of_objects(group) if name == extensions.OBJECT else extensions.classes_of_user(group)
     if group in GROUPS and (cls := classes.get(name)) is not None:
         default = options.default_node(group, cls)
         return {name: default} if group in MANY else default

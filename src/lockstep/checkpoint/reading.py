@@ -107,7 +107,7 @@ def _read(path: Path) -> LoadedCheckpoint:
         raise _damaged(path, str(error).partition("\n")[0]) from error
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def undamaged_facts(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint. Raises InputError if the checkpoint is damaged."""
     try:
         return files.read_facts(path)
@@ -121,8 +121,8 @@ def _damaged(path: Path, reason: str) -> InputError:
 
 def check_fingerprint(expected: Facts, path: Path) -> Facts:
     """The facts of a checkpoint. Raises InputError, with the differences, for another fingerprint than `expected`."""
-    facts = read_facts(path)
-    if different := difference(expected, facts["identity"]):
+    facts = undamaged_facts(path)
+    if different := describe_differences(expected, facts["identity"]):
         raise InputError(
             f"resume: {path} is a checkpoint of another run ({different}); resume with the same values, "
             "or take only its weights with init_from=PATH"
@@ -130,7 +130,7 @@ def check_fingerprint(expected: Facts, path: Path) -> Facts:
     return facts
 
 
-def difference(expected: Facts, saved: Facts) -> str:
+def describe_differences(expected: Facts, saved: Facts) -> str:
     """The differences between the fingerprints of this run and of a checkpoint: `key: here X, there Y`."""
     here, there = _flattened(expected), _flattened({key: saved.get(key) for key in expected})
     different = [
@@ -155,7 +155,7 @@ def _flattened(facts: Facts) -> dict[str, Any]:
     return flat
 
 
-def restore(
+def restore_from(
     loaded: LoadedCheckpoint,
     *,
     model: nn.Module,

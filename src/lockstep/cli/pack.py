@@ -41,7 +41,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     for note in source.notes():
         log.warn(note)
     with progress("packing", images) as advance, _with_its_own_option():
-        broken = packed.pack(source, Path(target).absolute(), threads=cores(), advanced=advance)
+        broken = packed.pack_source(source, Path(target).absolute(), threads=cores(), advanced=advance)
     for image in broken:
         log.warn(f"{image.failure}: skipped")
     gigabytes = images * math.prod(source.image_shape) / 1e9

@@ -88,7 +88,7 @@ def check_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
     shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
     raise InputError(
         f"{', '.join(unknown)} is not a flag of this program; a key is written without dashes, "
-        f"KEY=VALUE{suggest.note(shown_keys)}: {shown_keys}"
+        f"KEY=VALUE{suggest.size_note(shown_keys)}: {shown_keys}"
     )
 
 

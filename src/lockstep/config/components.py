@@ -146,7 +146,7 @@ def schema() -> DictConfig:
 
 def node(component: Component) -> dict[str, Any]:
     """The config node of `component`: `build` turns it into `component` again."""
-    return {"_target_": options.target_of(type(component)), **_values(component)}
+    return {"_target_": options.class_path(type(component)), **_values(component)}
 
 
 def plain(job: Job) -> dict[str, Any]:

@@ -82,8 +82,8 @@ class Extension:
     def option_names(self) -> list[tuple[str, str]]:
         """The group and the name of each option, read from the files, as importing the package takes seconds."""
         sources = (file.read_text() for file in sorted(self.folder.rglob("*.py")))
-        declared = [match for text in sources for match in _DECLARED.findall(text)]
-        classes = [(group, name or options.name_from(cls)) for group, name, cls in declared if group in GROUPS]
+        matches = [match for text in sources for match in _DECLARED.findall(text)]
+        classes = [(group, name or options.name_from(cls)) for group, name, cls in matches if group in GROUPS]
         in_files = [(group, name) for group, _, name in (option.partition("=") for option, _ in _configs(self))]
         return [*dict.fromkeys([*classes, *in_files])]
 
@@ -156,7 +156,7 @@ def not_installed() -> str:
     return f" The package {named} of this folder is not installed: {way}" if packages else ""
 
 
-def declared(group: str) -> dict[str, type[Any]]:
+def classes_of_user(group: str) -> dict[str, type[Any]]:
     """The user's classes of a group by the names of their options: of extensions, and those of this program."""
     for extension in active():
         extension.load()
@@ -264,7 +264,7 @@ def class_of(group: str, target: object, key: str = "") -> type[Any]:
     else:
         import_extension(module)
     for cls in {**options.declared(group), **(of_objects(group) if module == OBJECTS else {})}.values():
-        if options.target_of(cls) == target:
+        if options.class_path(cls) == target:
             return cls
     raise InputError(
         f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "

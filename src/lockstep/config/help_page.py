@@ -35,7 +35,7 @@ def _of_option(group: str, name: str) -> str:
         files.append(CONF / group / f"{library[0]}.yaml")
     if file := next((file for file in files if file.is_file()), None):
         text = file.read_text()
-    elif group in GROUPS and (cls := extensions.declared(group).get(name)) is not None:
+    elif group in GROUPS and (cls := extensions.classes_of_user(group).get(name)) is not None:
         node = options.default_node(group, cls)
         text = meanings.config_text(group, name, meanings.meaning_of(cls), node, meanings.meanings_of(cls))
     else:

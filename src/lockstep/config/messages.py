@@ -45,7 +45,7 @@ def translate(error: BaseException) -> LockstepError | None:
             return InputError(f"{shown(group)} is a flag, expected KEY=VALUE{sweep}")
         if not sign and (proposal := _joined(error.override)):
             return InputError(
-                f"{shown(error.override)} cannot be read, expected KEY=VALUE{suggest.note(proposal)}: {proposal}"
+                f"{shown(error.override)} cannot be read, expected KEY=VALUE{suggest.size_note(proposal)}: {proposal}"
             )
         if not sign and group in (field.name for field in dataclasses.fields(Job)):
             value = LATEST if group in ("resume", "init_from") else "VALUE"

@@ -200,12 +200,12 @@ def classes_of(group: str) -> dict[str, type[Any]]:
     return declared(group)
 
 
-def name_of(cls: type[Any]) -> str:
+def option_name(cls: type[Any]) -> str:
     """The name of an option by its class; the class's own name for no option."""
     return next((name for (_, name), other in _DECLARED.items() if other is cls), cls.__name__)
 
 
-def target_of(cls: type[Any]) -> str:
+def class_path(cls: type[Any]) -> str:
     """The `_target_` of an option's class: for ours, it begins with the module of the group."""
     groups = [group for (group, _), other in _DECLARED.items() if other is cls and is_ours(cls)]
     return f"{GROUPS[groups[0]] if groups else cls.__module__}.{cls.__qualname__}"
@@ -217,7 +217,7 @@ def default_node(group: str, cls: type[Any]) -> dict[str, Any]:
 
     values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(cls), enum_to_str=True))
     chosen = [{"override /loss@_global_.loss": cls.usual_loss}] if group == "task" and cls.usual_loss else []
-    return {**({"defaults": chosen} if chosen else {}), "_target_": target_of(cls), **values, **config_defaults(cls)}
+    return {**({"defaults": chosen} if chosen else {}), "_target_": class_path(cls), **values, **config_defaults(cls)}
 
 
 def _check(cls: type[Any], group: str, name: str) -> None:
@@ -231,7 +231,7 @@ def _check(cls: type[Any], group: str, name: str) -> None:
         )
     if is_builtin(group, name):
         raise InputError(f"{where}: {group}={name} is an option of Lockstep; give {cls.__name__} another name")
-    if target_of(other) != target_of(cls):
+    if class_path(other) != class_path(cls):
         raise InputError(f"{where}: {group}={name} is declared at {_place(other)} too; rename one of them")
     typed = {field.name for field in fields(cls)} | {*dir(protocol_of(group))}
     for base in cls.__mro__:

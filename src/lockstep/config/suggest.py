@@ -106,7 +106,7 @@ def _data_set_at(path: Path, word: str) -> list[str]:
     return [f"dataset={name}", override("dataset.path", word)]
 
 
-def note(proposal: str) -> str:
+def size_note(proposal: str) -> str:
     """What to know about a proposal: in most other tools, the batch size is per device."""
     return " (batch counts the images of all devices)" if "batch=" in proposal else ""
 
@@ -126,7 +126,7 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
         return f" {block}={', '.join(option_names)} has it: {choose}, or remove it."
     if (proposal := suggest_override(key, value)) and not proposal.startswith(f"{key}="):
-        return f" Did you mean {proposal}{note(proposal)}?"
+        return f" Did you mean {proposal}{size_note(proposal)}?"
     if block and siblings:
         near = [f"{block}.{name}" for name in close_to(last, [name.rpartition(".")[2] for name in siblings])]
         if not (near := same_last_part or near):

@@ -27,6 +27,7 @@ DELAYED_TAGS = tuple(DELAYS)
 # The tags of options: not those that begin like ours.
 TAG = re.compile(rf"(?!({'|'.join(PAGES)})/)\w[\w-]*(/[\w.-]+)+", re.ASCII)
 PREDICTIONS_LIMIT = 64 * MB  # the file of 100 classes has 0.3 MB
+CONFIDENCE = 0.95  # of all intervals
 BINS = 127  # of a curve of precision and recall: the most that TensorBoard reads
 # A spreadsheet computes a cell that begins like this; the last four are the wide forms of the first.
 _FORMULA = re.compile(r"[=+\-@\uff1d\uff0b\uff0d\uff20]")

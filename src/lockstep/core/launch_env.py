@@ -162,7 +162,7 @@ def adopt_srun() -> None:
         if int(environ["SLURM_STEP_NUM_TASKS"]) == 1:
             return
         sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-        step = port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))
+        step = port_of_step(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))
         local_size = sizes[int(environ["SLURM_NODEID"])]
     except (ValueError, IndexError):
         shown = " ".join(f"{name}={environ[name]!r}" for name in sorted(STEP_VARIABLES))
@@ -183,10 +183,10 @@ def adopt_srun() -> None:
 def rendezvous() -> str:
     """The address at which the machines of this job meet: the first machine, and a port from the job's number."""
     job = int(os.environ["SLURM_JOB_ID"])
-    return f"{address_of(first_host(os.environ['SLURM_JOB_NODELIST']))}:{port(job, 0)}"
+    return f"{address_of(first_host(os.environ['SLURM_JOB_NODELIST']))}:{port_of_step(job, 0)}"
 
 
-def port(job: int, step: int) -> int:
+def port_of_step(job: int, step: int) -> int:
     """A port for a step of a job. Jobs and steps that are likely to run at the same time get different ports."""
     return PORTS[(17 * job + step) % len(PORTS)]
 

@@ -175,7 +175,7 @@ def direction_of(metric: Any) -> Direction:
     return Direction.minimize if higher_is_better is False else Direction.maximize
 
 
-def directions_of(
+def job_directions(
     monitor: Monitor, counted: Iterable[str], metrics: Mapping[str, Any], figures: Directions
 ) -> dict[str, Direction]:
     """The directions of the figures of a job: of its task's `counted` scores, its metrics, and options' `figures`."""
@@ -198,7 +198,7 @@ def direction_in(directions: Directions, name: str) -> Direction | None:
     return next((directions[key] for key in keys if key in directions), None)
 
 
-def name_of(tag: str) -> str:
+def name_of_tag(tag: str) -> str:
     """The name of a figure of an evaluation, by its tag or a monitor; anything else is its own name."""
     tag = tag.removeprefix("-")
     return next((name for name, other in TAGS.items() if other == tag), tag.removeprefix(METRIC))
@@ -220,7 +220,7 @@ def chosen_on_itself(keys: Container[str]) -> str:
 def telling(figures: Mapping[str, T], classes: int | None) -> dict[str, T]:
     """Figures by name, or tag, without the top-5 of a few classes, which is always 100 %. None: it is not known."""
     says_nothing = classes is not None and classes <= 5
-    return {name: value for name, value in figures.items() if not (says_nothing and name_of(name) == TOP5)}
+    return {name: value for name, value in figures.items() if not (says_nothing and name_of_tag(name) == TOP5)}
 
 
 def figure_name(name: str) -> str:

@@ -105,7 +105,7 @@ def _copies(source: int, target: int, values: Tensor) -> bool:
     return torch.equal(values.to(f"cuda:{source}").to(f"cuda:{target}").cpu(), values)
 
 
-def port(job: ResolvedJob) -> Iterator[Finding]:
+def free_port(job: ResolvedJob) -> Iterator[Finding]:
     """The port at which machines meet. Raises InputError if it is not free."""
     yield Finding("port", job.launcher.try_address())
 

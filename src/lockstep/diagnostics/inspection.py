@@ -21,7 +21,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.data.datasets.arrays import check_labels
 from lockstep.data.datasets.targets import class_notes
-from lockstep.data.loading.reading import in_order
+from lockstep.data.loading.reading import map_in_order
 from lockstep.runtime.host import cores
 
 INSPECTION_CHUNK = 64  # images that a thread looks at in a row
@@ -108,7 +108,7 @@ def _look(
     def results(chunk: Sequence[Image]) -> list[tuple[Image, ResultT]]:
         return [(image, look(*image)) for image in chunk]
 
-    looked = list(itertools.chain.from_iterable(in_order(results, in_time, workers=cores(), prefetch=2)))
+    looked = list(itertools.chain.from_iterable(map_in_order(results, in_time, workers=cores(), prefetch=2)))
     extent = "" if len(looked) == len(images) else f" of {len(images):,}"
     return looked, f"{len(looked):,}{extent} images{' (--all looks at all)' * bool(extent)}"
 

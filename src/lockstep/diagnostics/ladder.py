@@ -39,7 +39,7 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import Lock, storing, write_atomic
 from lockstep.core.table import show_rows
 from lockstep.core.tags import TOP1
-from lockstep.diagnostics.ladder_table import WIDEST, picture, row_of, show
+from lockstep.diagnostics.ladder_table import WIDEST, row_of, show_ladder, speed_chart
 from lockstep.job.prepare import job_of
 from lockstep.job.resume import refuse_resume
 from lockstep.job.validate_with_data import check_plan
@@ -50,7 +50,7 @@ from lockstep.records.runs import Row
 from lockstep.runtime import host
 from lockstep.runtime.commands import ending, running
 from lockstep.runtime.signals import StopNow
-from lockstep.telemetry.pictures import cut
+from lockstep.telemetry.pictures import shorten
 from lockstep.telemetry.progress import progress
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -173,7 +173,7 @@ def ladder(
         often = "once" if repeats == 1 else f"{repeats} times"
         log.show(f"{len(climbed)} setup{'s' * (len(climbed) > 1)}, {often} each: {relative(ledger.folder)}")
         for rung in climbed:
-            log.show(f"  {cut(rung.name, WIDEST):<{WIDEST + 2}}{rung.change}")
+            log.show(f"  {shorten(rung.name, WIDEST):<{WIDEST + 2}}{rung.change}")
     with closing(Lock()) as lock:
         if not ledger.exists:
             ledger.create(identity)
@@ -182,10 +182,10 @@ def ladder(
         climb(ledger, climbed, repeats, words, job)
     rows = _rows(ledger, climbed, repeats, ranks if gpus else None)
     if form == "table":
-        show(rows)
+        show_ladder(rows)
     else:
         show_rows([{key: value for key, value in row.items() if key != "losses"} for row in rows], form)
-    write_atomic(ledger.folder / LADDER_PICTURE, picture(rows))
+    write_atomic(ledger.folder / LADDER_PICTURE, speed_chart(rows))
     if form == "table":
         log.say_command("picture", str(relative(ledger.folder / LADDER_PICTURE)))
 

@@ -9,7 +9,7 @@ from lockstep.core.run import Run
 from lockstep.core.table import Column, show_table
 from lockstep.core.tags import TRAIN_LOSS
 from lockstep.records.runs import Row
-from lockstep.telemetry.pictures import COLOURS, cut, svg
+from lockstep.telemetry.pictures import COLOURS, shorten, svg
 
 NOTE = (
     "img/s: median of the repeats, and half of their range; x: speed relative to the first setup, from two repeats "
@@ -44,7 +44,7 @@ def row_of(rung: str, runs: Sequence[Run], first: Row | None, *, devices: int | 
         "communication": _median((summary.get("time") or {}).get("communication") for summary in summaries),
         "memory_gb": _median(memory),
         "top1": _median(summary.get("objective") for summary in summaries),
-        "difference": difference(losses, first["losses"] if first else losses),
+        "difference": largest_difference(losses, first["losses"] if first else losses),
         "losses": losses,
         **facts,
     }
@@ -55,13 +55,13 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> float | None:
+def largest_difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> float | None:
     """The largest relative difference of two curves; None without a common step."""
     pairs = [(losses[step], reference[step]) for step in losses if step in reference]
     return max((abs(loss - expected) / abs(expected) for loss, expected in pairs if expected), default=None)
 
 
-def show(rows: Sequence[Row]) -> None:
+def show_ladder(rows: Sequence[Row]) -> None:
     """Print the table, which fits into 80 columns, and why rungs are not in it."""
 
     def text(value: float | None, form: str) -> str:
@@ -69,7 +69,7 @@ def show(rows: Sequence[Row]) -> None:
 
     climbed = [row for row in rows if row["img_per_s"] is not None]
     cells = {
-        "rung": lambda row: cut(row["rung"], WIDEST),
+        "rung": lambda row: shorten(row["rung"], WIDEST),
         "img/s": lambda row: text(row["img_per_s"], ",.0f") + text(row["spread"], " ,.0f").replace(" ", " ±", 1),
         "x": lambda row: text(row["speed_up"], ".2f"),
         "eff": lambda row: text(row["efficiency"], ".0%"),
@@ -86,13 +86,13 @@ def show(rows: Sequence[Row]) -> None:
     log.show(NOTE)
 
 
-def picture(rows: Sequence[Row]) -> bytes:
+def speed_chart(rows: Sequence[Row]) -> bytes:
     climbed = [row for row in reversed(rows) if row["img_per_s"] is not None]
 
     def draw(axes: Any) -> None:
         rates, spreads = ([row[key] or 0.0 for row in climbed] for key in ("img_per_s", "spread"))
         labels = ["" if row["speed_up"] is None else f"{row['speed_up']:.2f}x" for row in climbed]
-        bars = axes.barh([cut(row["rung"], 24) for row in climbed], rates, xerr=spreads, color=COLOURS[0])
+        bars = axes.barh([shorten(row["rung"], 24) for row in climbed], rates, xerr=spreads, color=COLOURS[0])
         axes.bar_label(bars, labels, padding=4)
         axes.set_xlabel("images per second")
         axes.grid(visible=False, axis="y")

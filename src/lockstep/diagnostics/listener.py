@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
+from lockstep.core.figures import CONFIDENCE
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.observer import Observer, RunInfo
@@ -16,7 +17,6 @@ from lockstep.diagnostics.verdict import Advice, checklist, verdict
 from lockstep.training.resolved_job import ResolvedJob, describe, train_longer
 from lockstep.training.run_record import Evidence
 
-WILSON_CONFIDENCE = 0.95
 NARROW = 1.0  # percentage points; a narrower interval is not shown
 FEW_IMAGES, SMALLEST = 1000, 32  # to train on from random weights; the side that published networks need at least
 # The validation loss still falls if the last quarter of the evaluations takes off this share of it. It has risen if
@@ -25,7 +25,7 @@ FALLS, RISEN = 0.05, 1.2
 STILL_FALLS = "the validation loss still falls"
 LEAST_EVALUATIONS = 4  # evaluations that show a trend
 LARGE = 30.0  # size of targets that are values: the rate of an optimizer is for outputs of about 1
-WILSON = f"{100 * WILSON_CONFIDENCE:.0f} % interval of a share (Wilson 1927)"
+WILSON = f"{100 * CONFIDENCE:.0f} % interval of a share (Wilson 1927)"
 SCORES = {CLASSES: TOP1, LABELS: "map", VALUES: "r2"}  # the figure that is compared, by the targets of the task
 
 
@@ -127,14 +127,14 @@ def _of_labels(scores: FinalScores) -> tuple[bool, str, str]:
 
 def _of_values(scores: FinalScores) -> tuple[bool, str, str]:
     """The same in comparison with always predicting the mean."""
-    noise = NormalDist().inv_cdf((1 + WILSON_CONFIDENCE) / 2) ** 2 / scores.total
+    noise = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2 / scores.total
     reached = f"{figure_text('r2', scores.score)}; always predicting the mean gets 0"
     return scores.score > noise, reached, f"with {scores.total:,} images, an R2 up to {noise:.2g} may be chance"
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
     """The interval for the share of `right` in `total` examples (Wilson 1927)."""
-    share, z = right / total, NormalDist().inv_cdf((1 + WILSON_CONFIDENCE) / 2)
+    share, z = right / total, NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     centre, width = share + z * z / (2 * total), z * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
     return (max(0.0, (centre - width) / (1 + z * z / total)), min(1.0, (centre + width) / (1 + z * z / total)))
 

@@ -52,7 +52,7 @@ def lr_find(
     file = Path(job.output_root) / PICTURE if out is None else Path(out)
     with storing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, picture(test, job.optimizer.lr))
+    write_atomic(file, loss_chart(test, job.optimizer.lr))
     if form == "json":
         facts = {"lowest": test.rates[test.lowest], "suggestion": test.suggestion, "lr": job.optimizer.lr}
         show_json({**facts, "picture": str(relative(file)), "rates": test.rates, "losses": test.losses})
@@ -121,7 +121,7 @@ def range_test(parts: Parts, steps: int, low: float, high: float, advance: Calla
     return test
 
 
-def picture(test: RangeTest, rate: float) -> bytes:
+def loss_chart(test: RangeTest, rate: float) -> bytes:
     """The loss over the rate as SVG, with its lowest point, the job's own `rate` and the suggestion."""
 
     def draw(axes: Any) -> None:

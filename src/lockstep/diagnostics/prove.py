@@ -26,7 +26,7 @@ from lockstep.checkpoint.files import MODEL
 from lockstep.checkpoint.reading import latest_valid
 from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, key_of, latest_starts, typed_strategy, with_starts
-from lockstep.config.options import name_of
+from lockstep.config.options import option_name
 from lockstep.config.schema import Job
 from lockstep.core import console, log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
@@ -87,7 +87,7 @@ def prove(
     overrides = composition.without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     job = replace(job, dataset=with_targets(job.dataset, job.task.targets))
-    own = {typed_strategy(overrides) or name_of(type(job.strategy)): job.strategy}
+    own = {typed_strategy(overrides) or option_name(type(job.strategy)): job.strategy}
     planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), own=own, everything=everything)
     scored = job.train.patience is not None or isinstance(job.schedule, Plateau | Chain)
     overrides += [f"train.eval_every={max(1, steps // EVALUATIONS) if scored else '100%'}"]
@@ -131,7 +131,7 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
                 verdict = result
             else:
                 results[case.name] = result
-                facts = compare(case, result, results[case.reference])
+                facts = compare_results(case, result, results[case.reference])
                 verdict = "pass" if facts["passes"] else VERDICT_FAIL
             rows.append({"run": case.name, "against": reference or None, **facts, "verdict": verdict})
             if form == "table":
@@ -203,7 +203,7 @@ def for_strategy(case: Case, overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.lstrip("+").startswith("strategy.")]
 
 
-def compare(case: Case, result: RunResult, reference: RunResult) -> dict[str, Any]:
+def compare_results(case: Case, result: RunResult, reference: RunResult) -> dict[str, Any]:
     """The largest relative differences of a run from its reference, None for one without a value; if it `passes`."""
     # Take the maxima of tensors: they keep a NaN, which then fails every comparison.
     losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (result, reference))

@@ -35,8 +35,8 @@ from lockstep.inference.scoring import (
     csv_lines,
     evaluated,
     of_all,
-    score_text,
     show_figures,
+    text_with_unit,
 )
 from lockstep.job.resolve import with_targets
 from lockstep.records.ledger import Ledger
@@ -84,11 +84,11 @@ def evaluate(
         name = SPLIT_NAMES[split]
         log.show(f"{facts['images']:,} images of the {name} split of {facts['dataset']}, weights of step {card.step}")
         scores = telling(of_all(evaluation.figures), card.classes)
-        log.show("  ".join(f"{figure_word(name)} {score_text(name, value)}" for name, value in scores.items()))
+        log.show("  ".join(f"{figure_word(name)} {text_with_unit(name, value)}" for name, value in scores.items()))
         if split == "val" and card.score:
             log.show(f"in training it was {card.score}")
         evaluation.show()
-    write(Path(out) if out is not None else Path() if run is None else run.path, facts, [evaluation], form)
+    write_files(Path(out) if out is not None else Path() if run is None else run.path, facts, [evaluation], form)
 
 
 def evaluate_folds(
@@ -102,7 +102,7 @@ def evaluate_folds(
     for setting in cross_validations(sweep):
         evaluations.append(evaluated(trials(setting, overrides, device)))
         facts.append(report_folds(setting, evaluations[-1], form))
-    write(folder, facts[0] if len(facts) == 1 else {"settings": facts}, evaluations, form)
+    write_files(folder, facts[0] if len(facts) == 1 else {"settings": facts}, evaluations, form)
 
 
 def trials(setting: CrossValidation, overrides: Sequence[str], device: str | None) -> Iterator[Trial]:
@@ -170,7 +170,7 @@ def report_folds(setting: CrossValidation, evaluation: Evaluation, form: str) ->
     return {**facts, **together, "mean": mean, "spread": spread, "by_fold": folds}
 
 
-def write(folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation], form: str) -> None:
+def write_files(folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation], form: str) -> None:
     of_split = "" if (split := facts.get("split", "val")) == "val" else f"-{split}"
     results, predictions = folder / f"evaluation{of_split}.json", folder / f"predictions{of_split}.csv"
     for path in (results, predictions):

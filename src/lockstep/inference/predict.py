@@ -15,7 +15,7 @@ from lockstep.core.figures import digits
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import row_lines
-from lockstep.data.loading.reading import in_order
+from lockstep.data.loading.reading import map_in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import THRESHOLD, Predictor, load_predictor, say_which
 from lockstep.runtime.host import cores
@@ -113,7 +113,7 @@ def _results(
         return [(path, _read(predictor, path)) for path in chunk]
 
     chunks = (paths[start : start + AT_ONCE] for start in range(0, len(paths), AT_ONCE))
-    for chunk in in_order(read, chunks, workers=cores(), prefetch=2):
+    for chunk in map_in_order(read, chunks, workers=cores(), prefetch=2):
         problems += [str(image) for _, image in chunk if isinstance(image, InputError)]
         whole = [(path, image) for path, image in chunk if isinstance(image, Tensor)]
         if whole:

@@ -31,7 +31,7 @@ from lockstep.losses import MaskedLoss
 from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry.progress import progress
-from lockstep.training.evaluate import evaluate
+from lockstep.training.evaluate import evaluate_model
 from lockstep.training.predictions import MATRIX_CLASSES, counts_by_class
 
 BY_LABEL = ("precision", "recall")  # only in the table, in addition to the metrics of the run
@@ -167,11 +167,11 @@ def csv_lines(evaluations: Sequence[Evaluation]) -> Iterator[bytes]:
 def show_figures(head: str, key: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Show a table of rows: what they have at `key`, in the column `head`, their images, and these figures."""
     images = [f"{row['images']:,}" if "images" in row else "" for row in rows]
-    figures = [Column(figure_word(name), [score_text(name, row.get(name)) for row in rows]) for name in names]
+    figures = [Column(figure_word(name), [text_with_unit(name, row.get(name)) for row in rows]) for name in names]
     show_table([Column(head, [str(row[key]) for row in rows]), Column("images", images), *figures])
 
 
-def score_text(name: str, value: float | None) -> str:
+def text_with_unit(name: str, value: float | None) -> str:
     return "–" if value is None else "".join(figure_parts(name, value))
 
 
@@ -234,7 +234,7 @@ def evaluate_blocks(
         eval_feed=read_once(examples, world),
         skip=examples.skip,
     )
-    figures = evaluate(
+    figures = evaluate_model(
         predictor.model,
         task=TASKS[card.targets],
         loss=MaskedLoss(loss, tolerates_broken=examples.skip > 0),

@@ -102,7 +102,7 @@ def check_conflicts(job: ResolvedJob) -> None:
         )
 
 
-def check_task(job: ResolvedJob) -> None:
+def check_targets(job: ResolvedJob) -> None:
     """Reject parts that are for other targets than the task's, and figures that are not valid tags."""
     callbacks = [("callback", callback.figures) for callback in job.callback.values()]
     loggers = [("logger", logger.figures) for logger in job.logger.values()]
@@ -175,7 +175,7 @@ def check_job(job: ResolvedJob) -> None:
         lambda: _check_crop(job),
         lambda: check_effects(job),
         lambda: check_conflicts(job),
-        lambda: check_task(job),
+        lambda: check_targets(job),
         lambda: check_packages(job.logger),
         lambda: check_threads(job),
         lambda: check_data_memory(job.dataset),

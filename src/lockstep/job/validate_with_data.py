@@ -14,7 +14,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.tags import Monitor
 from lockstep.core.world import World
 from lockstep.losses import probabilities_of
-from lockstep.models.nets import check_size, sketch
+from lockstep.models.nets import check_model_size, sketch
 from lockstep.runtime.host import check_room
 from lockstep.scores import EvaluationBlock, Scores
 from lockstep.training.evaluate import Patience
@@ -58,7 +58,7 @@ def check_memory(job: ResolvedJob, plan: Plan) -> None:
     on_cpu = job.device == "cpu"
     if not job.model.has_usual_size or max(job.dataset.input_shape) > LARGE_SIDE:  # to import timm takes seconds
         copies = local_size(job.launcher.ranks) * (1 + on_cpu)  # the gradients are on the device
-        check_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
+        check_model_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
     for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
         check_room(purpose, size, remedy)
 

@@ -56,7 +56,7 @@ def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn
         return without_weights(option).build(classes, input_shape)
 
 
-def check_size(model: nn.Module, copies: int = 1) -> None:
+def check_model_size(model: nn.Module, copies: int = 1) -> None:
     """Raise InputError if a model with `copies` copies of its parameters does not fit into this machine's memory."""
     size = sum(parameter.numel() for parameter in model.parameters())
     parameters, buffers = (sum(tensor.nbytes for tensor in part) for part in (model.parameters(), model.buffers()))

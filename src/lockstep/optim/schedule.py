@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.config import components
-from lockstep.config.options import classes_of, option, target_of
+from lockstep.config.options import class_path, classes_of, option
 from lockstep.core.errors import InputError, did_you_mean, shown
 from lockstep.core.fields import TEXT, choice, duration, in_config, parse_duration, ranged, ruled
 from lockstep.core.plan import Plan
@@ -208,7 +208,7 @@ def part_of(text: str) -> tuple[str, Schedule]:
         )
     values = dict(zip(words[::2], words[1::2], strict=True))
     try:
-        schedule: Schedule = components.build("schedule", {"_target_": target_of(cls), **values}, name)
+        schedule: Schedule = components.build("schedule", {"_target_": class_path(cls), **values}, name)
     except InputError as error:
         raise InputError(f"schedule.parts has {text!r}: {error}") from error
     return length, schedule

@@ -25,7 +25,7 @@ from lockstep.core.tags import (
     direction_in,
     figure_name,
     figure_parts,
-    name_of,
+    name_of_tag,
 )
 
 SCORE = "score"
@@ -116,14 +116,14 @@ def score_text(score: float | None, figure: str) -> str:
         return ""
     if figure == SCORE:
         return f"{score:.2f}" if score == 0 or abs(score) >= 1 else f"{score:.4g}"
-    return f"{score:.3g}" if figure in COSTS else figure_parts(name_of(figure), score)[0]
+    return f"{score:.3g}" if figure in COSTS else figure_parts(name_of_tag(figure), score)[0]
 
 
 def head(name: str, score: str, directions: Directions) -> str:
     """The head of a column, `val top-1`, `val f1`, `test` or `seconds`, where the score is the figure `score`."""
     if name == SCORE:
         return SCORE if score == SCORE else figure_name(score)
-    figure = name_of(name)
+    figure = name_of_tag(name)
     is_scored = figure in TAGS or direction_in(directions, METRIC + figure) is not None
     return figure_name(figure) if is_scored else name
 
@@ -193,7 +193,7 @@ def figure_of(run: Run, name: str) -> float | None:
     if name in (SCORE, *COSTS):
         return run.score if name == SCORE else COSTS[name](run)
     facts: Mapping[str, Any] = {**run.summary, **run.spent, **(run.summary.get("scores") or {}), **run.columns}
-    value = facts.get(name_of(name))
+    value = facts.get(name_of_tag(name))
     if value is not None and is_number(value):
         return float(value)
     values = dict(run.series(name))
@@ -205,7 +205,7 @@ def directions_of(runs: Iterable[Run]) -> Directions:
     return {tag: direction for run in runs for tag, direction in run.directions.items()}
 
 
-def check_figures(logged: Sequence[str], monitor: str, objectives: Sequence[str]) -> None:
+def check_objectives(logged: Sequence[str], monitor: str, objectives: Sequence[str]) -> None:
     """Refuse a monitor and objectives of which a job does not log the figure; without `logged`, nothing is known."""
     for key, others, names in (("monitor", (), [monitor]), ("sweep.objectives", OBJECTIVES, objectives)):
         figures = [Monitor.parse(name).name for name in names if name not in others]

@@ -18,6 +18,7 @@ from lockstep.config.schema import RECIPES
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import Role, leaves
+from lockstep.core.figures import CONFIDENCE
 from lockstep.core.run import TEST_SCORES, Run, State
 from lockstep.core.run_dir import RunDir, pointed
 from lockstep.core.table import Setting
@@ -25,7 +26,6 @@ from lockstep.core.tags import Direction, Directions, Monitor, direction_in
 from lockstep.records.ledger import Ledger, record_of
 from lockstep.records.record import SCORE, Record, columns_of, figure_of
 
-CONFIDENCE = 0.95
 Row = Mapping[str, Any]
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -267,7 +267,7 @@ def _changed(run: Run) -> set[str]:
 
 def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
     """Statistics of a group's scores, compared with the best group's."""
-    low, high = interval(scores, best) if min(len(scores), len(best)) > 1 and scores is not best else (None, None)
+    low, high = welch(scores, best) if min(len(scores), len(best)) > 1 and scores is not best else (None, None)
     return {
         "score": statistics.mean(scores) if scores else None,
         "spread": statistics.stdev(scores) if len(scores) > 1 else None,
@@ -279,7 +279,7 @@ def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
     }
 
 
-def interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """The confidence interval of the difference of two means whose variances may differ.
 
     Welch's t interval (B. L. Welch, "The generalization of 'Student's' problem when several different population

@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.core.figures import Figures, Predictions, finite, is_of_option
 from lockstep.core.model_card import LABELS
 from lockstep.core.run import Run
-from lockstep.core.tags import BLUE, FIGURES, METRIC, Figure, name_of, telling
+from lockstep.core.tags import BLUE, FIGURES, METRIC, Figure, name_of_tag, telling
 from lockstep.telemetry import pictures
 from lockstep.telemetry.pictures import COLOURS
 
@@ -45,7 +45,7 @@ def learning_titles(run: Run) -> Charts:
     others = [*metrics, *filter(is_of_option, tags)]
 
     def single(tags: Sequence[str]) -> Charts:
-        titles = {tag: f"{name_of(tag)}, validation" if tag.startswith(METRIC) else tag for tag in tags}
+        titles = {tag: f"{name_of_tag(tag)}, validation" if tag.startswith(METRIC) else tag for tag in tags}
         return {titles[tag]: [Figure(tag, "", colour=BLUE)] for tag in tags}
 
     curves = {

@@ -37,7 +37,7 @@ from lockstep.core.tags import (
     figure_parts,
     figure_text,
     figure_word,
-    name_of,
+    name_of_tag,
     part_words,
     telling,
 )
@@ -201,7 +201,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         + number(facts.get("best_step"), ",", before=" at step "),
         **{f"last {words[name]}": figure(name, values[0]) for name, values in final.items() if values},
         "last training loss": number(last.get(EPOCH_LOSS, last.get(TRAIN_LOSS)), ".4f"),
-        **{f"last {name_of(tag)}": number(last[tag], ".4g") or "–" for tag in metrics[:MOST_CURVES]},
+        **{f"last {name_of_tag(tag)}": number(last[tag], ".4g") or "–" for tag in metrics[:MOST_CURVES]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": format_timestamp(started or 0),
         "duration": format_duration(seconds) if seconds else "",

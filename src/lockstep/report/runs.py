@@ -64,7 +64,7 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
     if form == "table" and RunDir(root).overrides.is_file() and not filters:
         show_run(read_single(root))
         return
-    rows, shown, damaged = listed(root, sort=sort, filters=filters, columns=columns)
+    rows, shown, damaged = list_runs(root, sort=sort, filters=filters, columns=columns)
     if form in ("csv", "json"):
         show_rows([without_status(row) for row in rows], form)
     else:
@@ -81,7 +81,7 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
         raise InputError(*damaged)
 
 
-def listed(
+def list_runs(
     root: Path, *, sort: str = "when", filters: Sequence[str] = (), columns: Sequence[str] = ()
 ) -> tuple[list[Row], Shown, list[str]]:
     """The rows of `runs`, what it shows of them, and what is damaged."""

@@ -49,7 +49,7 @@ def code_of(config: Mapping[str, Any], parts: Iterable[Any] = ()) -> dict[str, U
     """The code of the classes that a config names, and of further classes and functions, by package or module."""
     targets = {str(value) for key, value in leaves(config) if key.endswith(f".{TARGET}")}
     used = (extension for extension in extensions.active() if any(map(extension.has, targets)))
-    named = [cls for cls in extensions.of_program().values() if options.target_of(cls) in targets]
+    named = [cls for cls in extensions.of_program().values() if options.class_path(cls) in targets]
     return {extension.package: read(extension.folder) for extension in used} | _code_in([*named, *parts])
 
 
@@ -192,7 +192,7 @@ def changes(earlier: Mapping[str, Code], present: Mapping[str, UserCode]) -> dic
     return changed
 
 
-def write(run_dir: RunDir, present: Mapping[str, UserCode], step: int) -> Code:
+def write_code(run_dir: RunDir, present: Mapping[str, UserCode], step: int) -> Code:
     """Write the diffs of a run that begins after `step`; returns what `env.json` keeps.
 
     A run that was resumed with other code keeps the hash and the commit of the earlier one. Raises StorageError.

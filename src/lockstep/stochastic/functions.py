@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lockstep.stochastic.numbers import below, normal, uniform
+from lockstep.stochastic.numbers import below, normal, uniform_from_bits
 
 # Returns the random bits of the next draw, int32, for a tensor of this shape on the device of this other tensor.
 NextBits = Callable[[torch.Size, Tensor], Tensor]
@@ -133,7 +133,7 @@ def _fill(blank: Tensor, numbers: Tensor) -> Tensor:
 def uniform_(
     next_bits: NextBits, blank: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
 ) -> Tensor:
-    numbers = uniform(next_bits(blank.shape, blank), blank.dtype)
+    numbers = uniform_from_bits(next_bits(blank.shape, blank), blank.dtype)
     return _fill(blank, numbers * (high - low) + low)
 
 
@@ -146,7 +146,7 @@ def normal_(
 
 def bernoulli_(next_bits: NextBits, blank: Tensor, p: float | Tensor = 0.5, *, generator: None = None) -> Tensor:
     bits = next_bits(blank.shape, blank)
-    return _fill(blank, uniform(bits, torch.float32) < p if isinstance(p, Tensor) else below(bits, p))
+    return _fill(blank, uniform_from_bits(bits, torch.float32) < p if isinstance(p, Tensor) else below(bits, p))
 
 
 def bernoulli(next_bits: NextBits, input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:

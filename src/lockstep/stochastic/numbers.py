@@ -62,7 +62,7 @@ def below(bits: Tensor, probability: float) -> Tensor:
     return bits < threshold if threshold < -_LOWEST else torch.ones_like(bits, dtype=torch.bool)
 
 
-def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def uniform_from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers in [0, 1) with as many digits as `dtype` holds, at most 24."""
     digits = _DIGITS.get(dtype, 24)
     return (bits.bitwise_right_shift(32 - digits) & ((1 << digits) - 1)).to(dtype) * 2.0**-digits

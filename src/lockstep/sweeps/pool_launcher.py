@@ -35,8 +35,8 @@ from lockstep.core.table import shortened
 from lockstep.core.tags import Monitor
 from lockstep.core.terminal import impatient
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.records.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied
-from lockstep.runtime.program import JobError, say
+from lockstep.records.record import SCORE, Record, check_objectives, checked_direction, job_key, swept_keys, varied
+from lockstep.runtime.program import JobError, say_error
 from lockstep.sweeps.devices import Devices, Needs
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class PoolLauncher(Callback):
             except (Stopped, Interrupted, StorageError) as error:
                 if works_for_lockstep():
                     raise JobError(error) from error
-                say(error)
+                say_error(error)
                 sys.exit(error.exit_code)
             assert self.view is not None
             codes = (record.exit_code for record in ledger.records() if record.number in self.view.records)
@@ -204,7 +204,7 @@ class PoolLauncher(Callback):
                 self._number(config, 0, "")  # what it is does not depend on its number, which follows from what it is
                 needs_of = getattr(self.task_function, "needs", None)
                 needs = needs_of(config, self.devices.all) if needs_of else Needs(self.gpus, self.cores)
-                check_figures(needs.figures, needs.monitor, self.objectives)
+                check_objectives(needs.figures, needs.monitor, self.objectives)
                 self.planned[key] = config, needs
             except Exception as error:
                 from lockstep.config.messages import translate  # Hydra imports this module for each job

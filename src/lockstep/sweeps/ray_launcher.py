@@ -124,7 +124,7 @@ class RayTask:
             num_cpus=1 if gpus else min(job.needs.cores, largest.cores),
             max_retries=retries,
             name=job.record.folder,
-        )(run_command)
+        )(run_on_node)
         self.output, self.is_stopping = output_of(ledger, job.record), False
         plain = replace(job, function=float)  # its command runs instead; the function refers to this process
         self.sentinel = remote.remote(ledger, plain, dict(os.environ), str(Path.cwd()))
@@ -158,7 +158,7 @@ class RayTask:
         self.is_stopping |= number in STOP_SIGNALS
 
 
-def run_command(ledger: Ledger, job: SweepJob, environment: Mapping[str, str], folder: str) -> int:
+def run_on_node(ledger: Ledger, job: SweepJob, environment: Mapping[str, str], folder: str) -> int:
     """Run the command of a job on a node; returns its exit code. Cancelled by Ray, it has the job save its state."""
     from lockstep.sweeps.pool import fresh
 

@@ -72,7 +72,7 @@ def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_lab
     def draw(axes: Any) -> None:
         axes.scatter(x, y, color=[BEST_COLOUR] + [COLOURS[0]] * (len(x) - 1))
         for *point, label in [*zip(x, y, labels, strict=True)][:LABELLED]:
-            axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
+            axes.annotate(shorten(label), point, size=7, xytext=(3, 3), textcoords="offset points")
         axes.set(xlabel=x_label, ylabel=y_label)
 
     return drawn(draw)
@@ -105,7 +105,7 @@ def precision_over_recall(predictions: Predictions) -> str:
             hits, false, precision, recall = precision_recall(counts)
             some = hits + false > 0
             if some.any():
-                axes.plot(recall[some], precision[some], "-" if len(axes.lines) < 10 else "--", label=cut(name))
+                axes.plot(recall[some], precision[some], "-" if len(axes.lines) < 10 else "--", label=shorten(name))
         axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02))
         axes.legend(loc="lower left", ncols=2, fontsize=8.5, frameon=False)
 
@@ -144,16 +144,16 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
                 if lowest - (at := height(column, value)) > LINE_HEIGHT:
                     ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
                     style: Any = {"size": 7, "textcoords": "offset points", "bbox": ground}
-                    axes.annotate(cut(value), (column, at), xytext=(3, 2), **style)
+                    axes.annotate(shorten(value), (column, at), xytext=(3, 2), **style)
                     lowest = at
-        axes.set_xticks(range(len(columns)), [cut(name) for name in columns])
+        axes.set_xticks(range(len(columns)), [shorten(name) for name in columns])
         axes.set(yticks=[], xlim=(-0.1, len(columns) - 0.6))
         axes.grid(visible=False)
 
     return drawn(draw, max(4.4, 1.4 * len(columns)), 3.2)
 
 
-def cut(value: str | float, most: int = 18) -> str:
+def shorten(value: str | float, most: int = 18) -> str:
     text = escaped(value, keep="") if isinstance(value, str) else f"{value:.4g}"
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -255,7 +255,7 @@ def _name(names: Sequence[str], label: int) -> str:
 def _fitting(text: str, width: int) -> str:
     """A text in one line, cut where the picture has no space for more."""
     text = " ".join(text.split())
-    return next((short for most in range(len(text), 0, -1) if _width(short := cut(text, most)) <= width), "")
+    return next((short for most in range(len(text), 0, -1) if _width(short := shorten(text, most)) <= width), "")
 
 
 def _width(text: str) -> int:

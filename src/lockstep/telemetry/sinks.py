@@ -22,7 +22,7 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
-from lockstep.core.tags import ACCURACY, FIGURES, METRIC, VAL_LOSS, VAL_TOP1, name_of
+from lockstep.core.tags import ACCURACY, FIGURES, METRIC, VAL_LOSS, VAL_TOP1, name_of_tag
 
 
 class TextFile(Observer):
@@ -124,11 +124,11 @@ class CsvTable(TextFile):
             of_classes = [other for other in self.latest if is_metric and other.startswith(f"{tag}/")]
             tags += of_classes or [tag]
         usual = {tag: name for tag, name in CSV_COLUMNS.items() if VAL_TOP1 in tags or not tag.startswith(ACCURACY)}
-        self.columns = {**usual, **{tag: name_of(tag) for tag in tags if tag not in CSV_COLUMNS}}
+        self.columns = {**usual, **{tag: name_of_tag(tag) for tag in tags if tag not in CSV_COLUMNS}}
         before = _cells(next(iter(read_lines(self.path)), None) or "") if self.path.exists() else []
         before = before if before[:2] == ["step", "epoch"] else []
         # A resume may have other metrics.
-        known = {*self.columns.values(), *(name_of(tag) for tag in self.tags if tag not in self.latest)}
+        known = {*self.columns.values(), *(name_of_tag(tag) for tag in self.tags if tag not in self.latest)}
         self.columns |= {f"earlier/{name}": name for name in before[2:] if name not in known}
         names = ["step", "epoch", *self.columns.values()]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.config import components
 from lockstep.config.extensions import is_object
-from lockstep.config.options import is_ours, name_of
+from lockstep.config.options import is_ours, option_name
 from lockstep.config.roles import TARGET
 from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.data_protocols import Shard
@@ -92,7 +92,7 @@ class Observers(Observer):
 
     def label(self, observer: Any) -> str:
         """The name of an observer, or of the logger that builds it, in a sentence."""
-        return f"logger {name_of(type(observer))}"
+        return f"logger {option_name(type(observer))}"
 
     def call(self, observer: Any, method: str, *values: Any) -> Any:
         """What a method or a property of an observer or a logger returns.
@@ -313,5 +313,5 @@ def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     """`named` with the name of the option, such as `adamw`, in the place of the class."""
     cls = type(component)
     if not is_ours(cls) and not is_object(component):
-        return name_of(cls)
-    return named(component, leave_out).replace(cls.__name__, name_of(cls), 1)
+        return option_name(cls)
+    return named(component, leave_out).replace(cls.__name__, option_name(cls), 1)

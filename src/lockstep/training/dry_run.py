@@ -23,7 +23,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory, is_out_of_memory, keep_freed_memory
 from lockstep.strategy.base import Single
-from lockstep.training.evaluate import evaluate
+from lockstep.training.evaluate import evaluate_model
 from lockstep.training.resolved_job import ResolvedJob, card_of, step_settings
 from lockstep.training.train_state import TrainState, blank_labels, build_loss, build_state, ready_task, without_start
 from lockstep.training.train_step import TrainStep
@@ -175,7 +175,7 @@ def release(state: TrainState) -> None:
 
 def oom_advice(error: BaseException, job: ResolvedJob, world: World, state: TrainState, step: int) -> LockstepError:
     """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit."""
-    if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
+    if any(frame.name == evaluate_model.__name__ for frame in traceback.extract_tb(error.__traceback__)):
         fewer = max(1, job.train.eval_batch // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
     if not job.strategy.whole_model and world.size > 1:

@@ -26,7 +26,7 @@ from lockstep.training.train_step import ignore
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate_model(
     model: nn.Module,
     *,
     task: Task,

@@ -206,7 +206,7 @@ def in_words(objects: Mapping[str, Any], words: Sequence[str]) -> tuple[list[str
         if typed := [word for word in words if word.startswith(f"{group}=")]:
             raise InputError(f"{typed[0]} and an object both choose the {group}; remove one of them")
         parts = [stand_in(group, part) for part in (value if group in MANY else [value])]
-        names = [OBJECT if type(part).__module__ == OBJECTS else options.name_of(type(part)) for part in parts]
+        names = [OBJECT if type(part).__module__ == OBJECTS else options.option_name(type(part)) for part in parts]
         chosen.append(override(group, names if group in MANY else names[0]))
         for name, part in zip(names, parts, strict=True):
             chosen += changed_words(f"{group}.{name}" if group in MANY else group, part)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.config.options import name_of
+from lockstep.config.options import option_name
 from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError
 from lockstep.core.protocols import Task
@@ -68,7 +68,7 @@ def check_task(job: ResolvedJob, task: Task, loss: MaskedLoss, targets: Tensor, 
     def losses(images: Tensor, targets: Tensor) -> Tensor:
         return task.losses(Batch(images, targets, network, loss, lambda *_: None))[0]
 
-    check_apart(f"task={name_of(type(job.task))}", losses, images, targets)
+    check_apart(f"task={option_name(type(job.task))}", losses, images, targets)
 
 
 def _stand_in(job: ResolvedJob, world: World, generator: torch.Generator) -> Callable[[Tensor], Tensor]:

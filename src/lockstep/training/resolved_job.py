@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.checkpoint.reading import difference
+from lockstep.checkpoint.reading import describe_differences
 from lockstep.config import components
 from lockstep.config.extensions import is_object
 from lockstep.config.roles import fields_with
@@ -214,7 +214,7 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
     main = all_facts[0]
     rank = next(rank for rank, rank_facts in enumerate(all_facts) if rank_facts != main)
     raise InputError(
-        f"rank {rank} here has different data from rank 0 ({difference(all_facts[rank], main)}); all "
+        f"rank {rank} here has different data from rank 0 ({describe_differences(all_facts[rank], main)}); all "
         "machines need the same files: copy them again, or name a folder that all of them see"
     )
 

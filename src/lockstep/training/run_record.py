@@ -27,7 +27,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.run import Run, candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import absent, make_folder, replacing, write_atomic
-from lockstep.core.tags import Monitor, directions_of
+from lockstep.core.tags import Monitor, job_directions
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.hardware_watch import rates
@@ -108,7 +108,7 @@ class RunRecord:
         if codes := self.user_code(job):
             from lockstep.runtime import user_code
 
-            facts |= user_code.write(self.run_dir, codes, progress.step)
+            facts |= user_code.write_code(self.run_dir, codes, progress.step)
         write_atomic(self.run_dir.environment, json.dumps(facts, indent=2) + "\n")
         self.run_dir.mark_latest(Path(job.output_root))
         earlier = Run(self.run_dir.path)
@@ -117,7 +117,7 @@ class RunRecord:
         self.run_dir.start_summary(
             run=earlier.id or secrets.token_hex(8),
             monitor=job.monitor,
-            directions=directions_of(
+            directions=job_directions(
                 Monitor.parse(job.monitor),
                 job.task.counted,
                 job.metric,

@@ -235,7 +235,7 @@ def restore(
         origin = f"weights of {job.init_from}" if job.init_from else ""
         return Progress(decisions=decided, callbacks=callbacks), origin
     check_fingerprint(checkpointer.fingerprint, loaded.path)
-    progress = reading.restore(
+    progress = reading.restore_from(
         loaded,
         model=state.model,
         ema=state.ema,

@@ -18,7 +18,7 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import LATEST, pointed
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.models.nets import check_size, sketch, without_weights
+from lockstep.models.nets import check_model_size, sketch, without_weights
 from lockstep.precision import FP32
 
 KEY = "weights"  # the first word of the errors
@@ -125,7 +125,7 @@ def _model_with_weights(option: Model, card: ModelCard, precision: Precision, fi
         shapes = None
     if shapes is not None:
         check_tensors(shapes, file, KEY)
-        check_size(shapes)
+        check_model_size(shapes)
     with torch.random.fork_rng(devices=[]):
         model = precision.convert(option.build(card.classes, card.input_shape))
     infinite = infinite_buffers(model)

@@ -24,7 +24,7 @@ from lockstep.scores import EvaluationObserver, Scores
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.window import Window
 from lockstep.training import agreement
-from lockstep.training.evaluate import Patience, evaluate, outputs_of
+from lockstep.training.evaluate import Patience, evaluate_model, outputs_of
 from lockstep.training.train_state import Progress
 from lockstep.training.train_step import StepListener, TrainStep
 
@@ -216,7 +216,7 @@ class Trainer:
         self.step.strategy.share_buffers(model, self.world)
         # An evaluation changes no state, so a lone rank may stop anywhere in it.
         with self.stop.interrupting(self.world.size == 1):
-            return evaluate(
+            return evaluate_model(
                 model,
                 task=self.step.task,
                 loss=self.step.loss,

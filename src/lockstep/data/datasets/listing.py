@@ -170,7 +170,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(classes, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), len(name))))
 
 
-def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool) -> tuple[str, ...]:
+def class_names_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool) -> tuple[str, ...]:
     """The names of the classes, by label: sorted, as numbers if all of them are.
 
     `place` says where the label of a training example is, by its position; with `gaps` numbers may be missing, as in

@@ -40,7 +40,7 @@ from lockstep.core.safe_read import MB, UnreadableFile, open_plain, read_json
 from lockstep.core.safe_write import locked, sync
 from lockstep.data.datasets.arrays import ArraySplit, check_labels
 from lockstep.data.datasets.sizes import PhotoSource, keeps_whole
-from lockstep.data.loading.reading import in_order, read_images
+from lockstep.data.loading.reading import map_in_order, read_images
 
 SPLITS = ("train", "val", "test")  # the last may be absent
 KINDS = ("images", "labels")
@@ -207,7 +207,7 @@ def splits_of(source: Source) -> dict[str, Split]:
     return {name: split for name, split in splits if split is not None}
 
 
-def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
+def pack_source(source: Source, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
     """Decode all images of `source` to a new folder. Returns the broken ones, which are skipped.
 
     Only a few images per thread are in memory at a time. `advanced` gets the number of images of each chunk. Raises
@@ -263,7 +263,7 @@ def _whole_images(
         return indices, read_images(split, list(indices))
 
     chunks = (range(start, min(start + DECODE_CHUNK, len(split))) for start in range(0, len(split), DECODE_CHUNK))
-    for indices, (images, broken) in in_order(decode, chunks, workers=threads, prefetch=2):
+    for indices, (images, broken) in map_in_order(decode, chunks, workers=threads, prefetch=2):
         failures |= broken
         if len(failures) > skip:
             raise [*failures.values()][-1]

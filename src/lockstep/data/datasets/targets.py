@@ -15,7 +15,7 @@ from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import InputError, first_of, is_one_line, shown
 from lockstep.core.fields import Check
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
-from lockstep.data.datasets.listing import classes_of
+from lockstep.data.datasets.listing import class_names_of
 
 SEPARATORS = ";|,/+& "  # what may stand between the labels of an image
 # Lists of Python, NumPy (without commas) and JSON (with escapes); tuples and sets only around quotes, or empty ones.
@@ -102,13 +102,13 @@ def names_of(
     """The names of the classes, labels or values, by the training examples as `target_of` returns them.
 
     Without names, labels and values are called `column`, with their number if there are several. `gaps` is as for
-    `classes_of`. Raises InputError if no example has a label, or a name may be meant otherwise.
+    `class_names_of`. Raises InputError if no example has a label, or a name may be meant otherwise.
     """
     if targets == VALUES or (targets == LABELS and are_vectors(examples)):
         width = len(examples[0]) if examples else 1
         return (column,) if width <= 1 else tuple(f"{column}_{number}" for number in range(width))
     if targets != LABELS:
-        return classes_of(examples, place, gaps=gaps)
+        return class_names_of(examples, place, gaps=gaps)
     names, owners = _flattened(examples)
     if not names:
         raise InputError(
@@ -120,7 +120,7 @@ def names_of(
             f"dataset: {place(0)} has the labels {', '.join(examples[0])}, expected each class once; for a 0 or 1 "
             "for each label, store floats (0.0, 1.0) or bools, or a column for each label"
         )
-    return classes_of(names, lambda index: place(owners[index]), gaps=True)
+    return class_names_of(names, lambda index: place(owners[index]), gaps=True)
 
 
 def as_targets(

@@ -124,7 +124,7 @@ class Streaming(ImageLoader):
 
         def read(requests: Iterable[ReadRequest]) -> Iterator[ReadResult]:
             assert isinstance(self.workers, int), "auto has to be chosen first"
-            results = reading.in_order(fetch, requests, workers=self.workers, prefetch=self.prefetch)
+            results = reading.map_in_order(fetch, requests, workers=self.workers, prefetch=self.prefetch)
             return _on_device(results, world.device)
 
         return read

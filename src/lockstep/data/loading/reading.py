@@ -59,7 +59,7 @@ def sample(split: Split, number: int) -> Tensor:
     return images[[index not in broken for index in indices]]
 
 
-def in_order(
+def map_in_order(
     function: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, workers: int, prefetch: int
 ) -> Iterator[ResultT]:
     """`map(function, items)` by `workers` threads, each working `prefetch` items ahead; with 0 there is no thread."""
@@ -126,7 +126,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
             seconds = (time.perf_counter() - began) / TIMED
         remaining = own_indices[2 * TIMED :]
         chunks = (remaining[start : start + READ_CHUNK] for start in range(0, len(remaining), READ_CHUNK))
-        for chunk_broken in in_order(decode, chunks, workers=threads if seconds > LIGHT_S else 1, prefetch=2):
+        for chunk_broken in map_in_order(decode, chunks, workers=threads if seconds > LIGHT_S else 1, prefetch=2):
             broken |= chunk_broken
     except InputError as error:
         error.add_note("".join(traceback.format_tb(error.__traceback__)))  # pickling loses the traceback

@@ -61,7 +61,7 @@ def batch_groups(shards: Iterator[ShardIndices], steps: int) -> Iterator[list[Sh
             size = steps
 
 
-def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
+def eval_blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
     """The blocks of `size` or less of `n` examples that a rank evaluates; they do not depend on the ranks."""
     return [range(start, min(start + size, n)) for start in range(rank * size, n, ranks * size)]
 

@@ -16,7 +16,7 @@ from lockstep.core.data_protocols import Broken, ImageReader, ReadRequest, Shard
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, at_step
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import ShardIndices, batch_groups, blocks, shard_indices
+from lockstep.data.loading.sampler import ShardIndices, batch_groups, eval_blocks, shard_indices
 
 # The label of a broken image: cross_entropy ignores it by default, and no prediction equals it. Of floats it is NaN.
 IGNORE_INDEX = -100
@@ -87,7 +87,7 @@ class EvalLoader:
         return len(self._eval_blocks(0))
 
     def _eval_blocks(self, rank: int) -> list[range]:
-        return blocks(len(self.eval_labels), self.eval_batch, rank=rank, ranks=self.world.size)
+        return eval_blocks(len(self.eval_labels), self.eval_batch, rank=rank, ranks=self.world.size)
 
     def _mark_broken(self, broken: Broken, labels: Tensor) -> None:
         """Exclude broken images from the loss and the scores for the rest of the run, and warn of each once."""

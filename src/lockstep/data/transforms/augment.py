@@ -59,7 +59,7 @@ class CropFlip(Augment):
             )
 
     def __str__(self) -> str:
-        return listed(f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}" * bool(self.pad), mirrored(self.flip))
+        return phrase(f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}" * bool(self.pad), mirrored(self.flip))
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         height, width = images.shape[-2:]
@@ -94,7 +94,7 @@ def reflected(positions: Tensor, side: int) -> Tensor:
     return side - 1 - (side - 1 - positions).abs()
 
 
-def listed(*parts: str) -> str:
+def phrase(*parts: str) -> str:
     return ", ".join(part for part in parts if part) or "none"
 
 

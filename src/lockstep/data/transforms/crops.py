@@ -15,7 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, default_of, ranged
 from lockstep.core.model_card import INTERPOLATION, PAD, SQUASH
 from lockstep.core.rng import SampleRNG
-from lockstep.data.transforms.augment import listed, mirrored
+from lockstep.data.transforms.augment import mirrored, phrase
 
 # Tries to find a box that fits, as in torchvision. Their draws start at 2**20, far from all other draws.
 TRIES, FIRST_TRY = 10, 2**20
@@ -52,7 +52,7 @@ class RandomResizedCrop(Augment):
     def __str__(self) -> str:
         changes = {"jitter": self.jitter, "grey": self.grey, "blur": self.blur, "solarize": self.solarize}
         shares = [f"{name} {share:g}" for name, share in changes.items() if share]
-        return listed("random resized crop" * (self.crop != "none"), mirrored(self.flip), *shares)
+        return phrase("random resized crop" * (self.crop != "none"), mirrored(self.flip), *shares)
 
     def __post_init__(self) -> None:
         box, shift = ("scale", "ratio"), ("pad", "reflect")

@@ -15,10 +15,10 @@ from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import geometry as geo
 from lockstep.data.transforms import operations as to
-from lockstep.data.transforms.augment import CropFlip, listed
+from lockstep.data.transforms.augment import CropFlip, phrase
 from lockstep.data.transforms.crops import COLOURED, RandomResizedCrop, images_have
 from lockstep.data.transforms.operations import Step, operate_all
-from lockstep.data.transforms.steps import FIRST_DRAW, OP_OF_NAME, STRONGEST, ImageSize, sigma, table, whole
+from lockstep.data.transforms.steps import FIRST_DRAW, OP_OF_NAME, STRONGEST, ImageSize, integer, sigma, table
 
 TIMM_STRONGEST = 10
 
@@ -37,7 +37,7 @@ class Policy(RandomResizedCrop):
     def __str__(self) -> str:
         crop, padded = super().__str__(), f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}"
         crop = crop.replace("random resized crop", padded) if self.crop == "pad" else crop
-        return listed(crop, type(self).__name__)
+        return phrase(crop, type(self).__name__)
 
     def apply(
         self, images: Tensor, draws: SampleRNG, size: tuple[int, int], interpolation: str = INTERPOLATION
@@ -102,7 +102,7 @@ class RandAugment(_Moving):
     def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         choices = table("randaugment", size, draws.indices.device)
         for n in range(FIRST_DRAW, FIRST_DRAW + 2 * self.ops, 2):
-            yield choices.step(whole(draws.uniform(n), 14), self.magnitude, draws.uniform(n + 1) < 0.5)
+            yield choices.step(integer(draws.uniform(n), 14), self.magnitude, draws.uniform(n + 1) < 0.5)
 
 
 @option("augment", "trivialaugment")
@@ -114,7 +114,7 @@ class TrivialAugment(_Moving):
     def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         place, up, magnitude = (draws.uniform(FIRST_DRAW + n) for n in range(3))
         choices = table("trivialaugment", size, draws.indices.device)
-        yield choices.step(whole(place, 14), whole(magnitude, STRONGEST + 1), up < 0.5)
+        yield choices.step(integer(place, 14), integer(magnitude, STRONGEST + 1), up < 0.5)
 
 
 @option("augment", "autoaugment")
@@ -128,7 +128,7 @@ class AutoAugment(_Moving):
 
     def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
         choices = table("autoaugment", size, draws.indices.device)
-        pairs = _pairs(self.policy, draws.indices.device)[whole(draws.uniform(FIRST_DRAW), 25)]
+        pairs = _pairs(self.policy, draws.indices.device)[integer(draws.uniform(FIRST_DRAW), 25)]
         for n in range(2):
             chance, up = (draws.uniform(FIRST_DRAW + 1 + 2 * n + k) for k in range(2))
             probability, place, magnitude = pairs[:, n].unbind(1)
@@ -166,7 +166,7 @@ class TimmRandAugment(_Moving):
         ops, start, slope, truncated, signed = _timm(self.increasing, size, draws.indices.device)
         for n in range(FIRST_DRAW, FIRST_DRAW + 4 * self.ops, 4):
             place, up, chance, level = (draws.uniform(n + k) for k in range(4))
-            index = whole(place, len(ops))
+            index = integer(place, len(ops))
             normal = torch.special.ndtri(level.double() + 2.0**-25)  # the middle of one of 2**24 cells
             strength = (self.magnitude + self.magnitude_std * normal).clamp(0, TIMM_STRONGEST) / TIMM_STRONGEST
             change = slope[index] * strength
@@ -229,10 +229,10 @@ class AugMix(_Moving):
     def chain(self, draws: SampleRNG, size: ImageSize, first: int) -> Iterator[Step]:
         """The operations of a chain: `depth`, or 1 to 3. Its random numbers begin at `first`."""
         choices = table("augmix", size, draws.indices.device)
-        length = self.depth or whole(draws.uniform(first), 3) + 1
+        length = self.depth or integer(draws.uniform(first), 3) + 1
         for n in range(self.depth or 3):
             place, up, magnitude = (draws.uniform(first + 1 + 3 * n + k) for k in range(3))
-            op, amount = choices.step(whole(place, len(choices.ops)), whole(magnitude, self.severity), up < 0.5)
+            op, amount = choices.step(integer(place, len(choices.ops)), integer(magnitude, self.severity), up < 0.5)
             yield torch.where(torch.as_tensor(n < length), op, geo.IDENTITY), amount
 
 
@@ -254,6 +254,6 @@ class ThreeAugment(Policy):
         super().check_channels(channels)
 
     def steps(self, draws: SampleRNG, size: ImageSize) -> Iterator[Step]:
-        place, blur = whole(draws.uniform(FIRST_DRAW), 3), sigma(draws.uniform(FIRST_DRAW + 1))
+        place, blur = integer(draws.uniform(FIRST_DRAW), 3), sigma(draws.uniform(FIRST_DRAW + 1))
         op = torch.where(place == 0, to.COLOR, torch.where(place == 1, to.SOLARIZE, to.BLUR))
         yield op, torch.where(place == 0, -1.0, torch.where(place == 1, 128.0, blur))

@@ -76,7 +76,7 @@ def colours(draws: SampleRNG, *, jitter: float, grey: float, blur: float, solari
             yield torch.where(uniform[:, n] < probability, number, geo.IDENTITY), amount
 
 
-def whole(uniform: Tensor, number: int) -> Tensor:
+def integer(uniform: Tensor, number: int) -> Tensor:
     return (uniform * number).long()
 
 
