@@ -149,9 +149,9 @@ def test_an_error_is_shown_line_by_line_and_only_the_users_is_translated(capsys:
     assert messages.translate(ValueError("odd")) is None
     refused = InputError("no")
     assert messages.translate(refused) is refused
-    program.say_error(InputError("one", "two"))
+    program.explain(InputError("one", "two"))
     assert capsys.readouterr().err == "lockstep: one\nlockstep: two\n"
-    program.say_error(RankFailed("rank 1 failed", "Traceback\n  here\n"))
+    program.explain(RankFailed("rank 1 failed", "Traceback\n  here\n"))
     assert capsys.readouterr().err == "Traceback\n  here\nlockstep: rank 1 failed\n"
 
 

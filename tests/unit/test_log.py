@@ -102,8 +102,8 @@ def test_no_name_steers_the_terminal_or_a_log(run: RunDir, capsys: pytest.Captur
         log.warn(f"two\n{HOSTILE}")
         log.logger.error("rank 0: %s", HOSTILE)
         console.terminal.print(table, width=200)
-    program.say_error(InputError(HOSTILE))
-    program.say_error(RankFailed(HOSTILE, f"Traceback\n{HOSTILE}"))
+    program.explain(InputError(HOSTILE))
+    program.explain(RankFailed(HOSTILE, f"Traceback\n{HOSTILE}"))
     shown = capsys.readouterr()
     for text in (shown.out, shown.err, run.log.read_bytes().decode(), run.rank_log(0).read_bytes().decode()):
         assert text.replace("\n", "").isprintable()
@@ -191,7 +191,7 @@ def test_a_name_is_one_line_wherever_it_is_shown(control: str, capsys: pytest.Ca
     console.terminal.print(table)
     assert [expected in line for line in capsys.readouterr().out.splitlines()].count(True) == 1
     for error in (*(cls(name) for cls in BY_EXIT_CODE.values()), RankFailed(name), as_known(ValueError(name))):
-        program.say_error(error)
+        program.explain(error)
         assert len(capsys.readouterr().err.splitlines()) <= 1  # a stop is shown by main alone
         assert len(str(error).splitlines()) == 1
     assert len(str(BrokenImage(1, name, name)).splitlines()) == len(BrokenImage(1, name, name).failure.splitlines())

@@ -21,9 +21,7 @@ from lockstep.core.safe_write import Lock
 from lockstep.runtime import program
 
 
-def train_command(
-    packages: Sequence[str] = (), *, objects: Any = None, says: program.Says = program.say_error
-) -> None:
+def train_command(packages: Sequence[str] = (), *, objects: Any = None, says: program.Says = program.explain) -> None:
     """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails."""
     gc.freeze()  # what is imported lives as long as the program: no collection needs to look through it
     started_as(sys.argv[0])

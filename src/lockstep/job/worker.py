@@ -145,7 +145,7 @@ class RankErrorFile:
         if LAUNCHER not in os.environ:
             error = type(error)("; ".join([str(error), *(f"rank {rank} {place}" for rank, place in places.items())]))
             self.run_dir.write_ending(error)
-            program.say_error(error)
+            program.explain(error)
 
     def _write(self, error: Exception, places: Mapping[int, str] | None = None) -> None:
         known = as_known(error)

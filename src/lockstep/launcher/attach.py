@@ -90,7 +90,7 @@ def leading() -> Iterator[Followers]:
     except LockstepError as error:
         if followers.have_folder:
             raise
-        program.say_error(error)
+        program.explain(error)
         store.set(key, f"{FAILED} {error.exit_code}")
         if not _agent_serves():
             # The others would wait for a store again, if this one went before they have read that main leaves.

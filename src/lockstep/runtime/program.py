@@ -34,7 +34,7 @@ Says = Callable[[LockstepError], object]  # is told the error that ends a progra
 LONGEST_LINE = 800
 
 
-def say_error(error: LockstepError, label: str = "") -> None:
+def explain(error: LockstepError, label: str = "") -> None:
     """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
     if isinstance(error, Stopped) and not reports_stops():
         return
@@ -87,7 +87,7 @@ class _StopEarly(StopRequest):
             self._leave()
 
     def _leave(self) -> NoReturn:
-        say_error(Stopped(self.says))
+        explain(Stopped(self.says))
         os._exit(Stopped.exit_code)
 
 
@@ -101,7 +101,7 @@ def bypass_hydra_errors() -> Iterator[None]:
 
 
 @contextmanager
-def command_line(*, stopped: str = STOPPED_EARLY, says: Says = say_error) -> Iterator[None]:
+def command_line(*, stopped: str = STOPPED_EARLY, says: Says = explain) -> Iterator[None]:
     """End the program with one sentence and the right exit code; a user's mistake shows no traceback.
 
     By default, Hydra prints its errors itself and exits with 1 for all of them. With HYDRA_FULL_ERROR it raises them,
@@ -159,7 +159,7 @@ def finish() -> NoReturn:
     sys.stdout.flush()
     error = sys.stdout.error if isinstance(sys.stdout, SafeStream) else None
     if error is not None and not isinstance(error, BrokenPipeError):  # a reader such as `head` has read enough
-        say_error(StorageError(f"the output cannot be written ({error.strerror})"))
+        explain(StorageError(f"the output cannot be written ({error.strerror})"))
         leave(StorageError.exit_code)
     leave(0)
 

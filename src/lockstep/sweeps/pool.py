@@ -23,7 +23,7 @@ from lockstep.records.ledger import Ledger, output_of, recorded
 from lockstep.records.record import Record
 from lockstep.runtime import signals
 from lockstep.runtime.forking import Fork, can_fork
-from lockstep.runtime.program import say_error
+from lockstep.runtime.program import explain
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
 from lockstep.sweeps.devices import Devices, Needs, Share
 from lockstep.sweeps.view import SweepView
@@ -180,7 +180,7 @@ def _serve(ledger: Ledger, job: SweepJob, share: Share) -> None:
     try:
         recorded(ledger, job.record, job.function)
     except LockstepError as error:
-        say_error(error)
+        explain(error)
         code = error.exit_code
     except Exception:
         traceback.print_exc()

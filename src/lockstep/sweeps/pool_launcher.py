@@ -36,7 +36,7 @@ from lockstep.core.tags import Monitor
 from lockstep.core.terminal import impatient
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import SCORE, Record, check_objectives, checked_direction, job_key, swept_keys, varied
-from lockstep.runtime.program import JobError, say_error
+from lockstep.runtime.program import JobError, explain
 from lockstep.sweeps.devices import Devices, Needs
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class PoolLauncher(Callback):
             except (Stopped, Interrupted, StorageError) as error:
                 if works_for_lockstep():
                     raise JobError(error) from error
-                say_error(error)
+                explain(error)
                 sys.exit(error.exit_code)
             assert self.view is not None
             codes = (record.exit_code for record in ledger.records() if record.number in self.view.records)

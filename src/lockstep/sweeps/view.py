@@ -38,7 +38,7 @@ from lockstep.records.record import (
 )
 from lockstep.records.runs import JobRun, Row, groups
 from lockstep.records.tables import job_numbers, show_groups
-from lockstep.runtime.program import say_error
+from lockstep.runtime.program import explain
 from lockstep.telemetry.progress import ALWAYS, FigureColumn, format_duration, in_line
 
 
@@ -167,7 +167,7 @@ class SweepView:
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
         is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
         if is_failure and not (self.live.is_started and sys.stderr.isatty()):
-            say_error(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
+            explain(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
 
     def refresh(self, waiting: int = 0) -> None:
         """Draw what runs, and how far the sweep is; `waiting` jobs are to start in this round."""
