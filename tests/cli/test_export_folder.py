@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 
-from helpers import FAKE, Done, forked, train_here
+from helpers import FAKE, Done, forked, photos_of_two_classes, train_here
 from lockstep.inference.predictor import load_predictor
 from lockstep.precision import FP32
 
@@ -65,6 +65,24 @@ def test_the_card_in_markdown_has_scores_data_and_the_command(runs: Path) -> Non
     assert "averaged weights" in text
     assert "lockstep train" in text
     assert "dataset.size=32 train.ema=0.9" in text
+
+
+def test_the_card_of_photos_has_their_classes_their_numbers_and_the_test_score(tmp_path: Path) -> None:
+    photos_of_two_classes(tmp_path, 16, "jpg")
+    data = ("dataset=folder", f"dataset.path={tmp_path / 'photos'}", "dataset.test_share=0.2")
+    sizes = ("dataset.decode_size=16", "dataset.input_size=null", "augment=none")
+    run = train_here(tmp_path / "run", *data, *sizes, "model=test_resnet", "epochs=1", "batch=10")
+    assert exported(tmp_path, "run", "--to", "timm", "--out", "timm").code == 0
+    text, summary = (tmp_path / "timm" / "README.md").read_text(), run.read_summary()
+    counts = load_predictor(run.path, device="cpu").card.trained_on["images"]
+    assert sum(counts.values()) == len([*(tmp_path / "photos").rglob("*.jpg")])
+    train, val, test = counts.values()
+    assert "trained on photos (Folder) with Lockstep" in text
+    assert f"Data: {train} images in the training split, {val} images in the evaluation split, {test} images" in text
+    assert "Classes: lamp, mug." in text
+    (_, tested) = text.split("On the test split:")
+    assert f"- {summary['test']['top1']:.2f} % top-1" in tested
+    assert "top-5" not in text
 
 
 @pytest.mark.parametrize(

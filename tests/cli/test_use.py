@@ -16,10 +16,11 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import lockstep
 from helpers import NARROW, Done, forked, records, train_here
 from lockstep.checkpoint.weights import read_card
 from lockstep.core.model_card import ModelCard
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, slug
 
 SIZES = ((40, 30), (30, 44), (33, 33))
 
@@ -102,6 +103,62 @@ def test_the_training_split_and_other_data_are_evaluated_too(place: Path, tmp_pa
     assert "3 images of the evaluation split" in done.out, done.err
     cat = json.loads((tmp_path / "evaluation.json").read_text())["classes"][0]
     assert cat == {"name": "cat", "images": 0, "top1": None}
+
+
+def test_a_run_keeps_the_evaluation_of_its_own_data_and_every_evaluation_says_its_data(
+    place: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    run, words = tmp_path / "pets", f"dataset.path={tmp_path / 'photos'}"
+    shutil.copytree(place / "outputs" / "pets", run, ignore=shutil.ignore_patterns("evaluation*", "predictions*"))
+    (tmp_path / "photos" / "val" / "cat" / "3.png").unlink()
+    assert used(place, "evaluate", str(run)).code == 0
+    own = (run / "evaluation.json").read_bytes()
+    for split in ("val", "train"):
+        assert used(place, "evaluate", str(run), words, "--split", split).code == 0
+    tails = ("", f"-{slug(words)}", f"-train-{slug(words)}")
+    expected = {name for tail in tails for name in (f"evaluation{tail}.json", f"predictions{tail}.csv")}
+    assert {path.name for path in run.iterdir() if path.name.startswith(("evaluation", "predictions"))} == expected
+    assert (run / "evaluation.json").read_bytes() == own
+    facts, of_other = json.loads(own), json.loads((run / f"evaluation{tails[1]}.json").read_text())
+    assert (facts["images"], of_other["images"]) == (12, 11)
+    assert (facts["data"]["path"], facts["data"]["overrides"]) == (str(place / "photos"), [])
+    assert (of_other["data"]["path"], of_other["data"]["overrides"]) == (str(tmp_path / "photos"), [words])
+    trained_on = read_card(run / "model.safetensors").trained_on["sha256"]
+    assert [trained_on == read["data"]["sha256"] for read in (facts, of_other)] == [True, False]
+
+
+@pytest.mark.parametrize("ending", ["csv", "json", "jsonl", "CSV"])
+def test_the_ending_of_a_file_of_predictions_decides_its_form(place: Path, tmp_path: Path, ending: str) -> None:
+    out = tmp_path / f"predicted.{ending}"
+    words = ("predict", "outputs/pets", "photos/val/cat", "--out", str(out), "--top", "1")
+    assert used(place, *words).code == 0
+    text, predictor = out.read_text(), lockstep.load(place / "outputs" / "pets")
+    if ending.lower() == "csv":
+        odds = [float(row["log_odds"]) for row in rows(text)]
+    else:
+        read = json.loads(text) if ending == "json" else [*map(json.loads, text.splitlines())]
+        odds = [row["classes"][0]["log_odds"] for row in read]
+    files = sorted((place / "photos" / "val" / "cat").iterdir())
+    assert odds == [float(prediction.log_odds.max()) for prediction in predictor.predict(files)]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--out", "p.txt"), "--out is p.txt, expected an ending of csv, json, jsonl, and no flag of another form"),
+        (("--out", "p"), "--out is p, expected an ending of csv, json, jsonl"),
+        (
+            ("--out", "p.json", "--csv"),
+            "--out is p.json, expected an ending of csv, json, jsonl, and no flag of another form",
+        ),
+    ],
+)
+def test_another_ending_of_a_file_of_predictions_is_refused(
+    place: Path, tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    done = used(tmp_path, "predict", str(place / "outputs" / "pets"), str(place / "photos"), *words)
+    assert (done.code, sentence in done.err, [*tmp_path.iterdir()]) == (2, True, [])
 
 
 def test_a_file_of_weights_alone_is_evaluated_on_data_that_is_named(place: Path, tmp_path: Path) -> None:
@@ -207,9 +264,9 @@ def test_predictions_are_those_of_the_evaluation_in_every_format(place: Path) ->
     assert last.startswith(f"{len(evaluated)} images: ")
     assert sorted(last.partition(": ")[2].split(", ")) == sorted(counts)
     assert table.err.startswith("outputs/pets: "), "`latest` moves, so its run is named"
-    pattern = used(place, "predict", "latest", f"{files}/*/*", "--out", "predicted.txt")
-    assert (pattern.code, pattern.out) == (0, "wrote predicted.txt\n")
-    assert (place / "predicted.txt").read_text() == table.out
+    pattern = used(place, "predict", "latest", f"{files}/*/*", "--out", "predicted.csv")
+    assert (pattern.code, pattern.out) == (0, "wrote predicted.csv\n")
+    assert (place / "predicted.csv").read_text() == used(place, "predict", "latest", files, "--csv").out
     lines = rows(used(place, "predict", "latest", files, "--csv", "--top", "1").out)
     assert {line["file"]: line["class"] for line in lines} == evaluated
     predictions: list[dict[str, Any]] = json.loads(used(place, "predict", "--json", "latest", files).out)

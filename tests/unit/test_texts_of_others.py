@@ -139,17 +139,24 @@ def test_a_model_card_has_its_own_parts_alone(text: str, card: ModelCard, tmp_pa
     run = RunDir(tmp_path)
     run.overrides.parent.mkdir(parents=True)
     run.overrides.write_text(yaml.safe_dump([f"name={text}", text]))
+    run.config.write_text(yaml.safe_dump({"dataset": {"path": text}}))
     hostile = replace(
         card,
         model={"_target_": f"x.{text}", "name": text},
-        trained_on={"_target_": text.replace(".", "")},
+        trained_on={"_target_": text.replace(".", ""), "images": {text: text}},
         lockstep=text[:100],
         scores={text: 0.5},
         class_names=(text,) * card.classes,
     )
     base = {"hf_hub_id": "timm/x", "license": text, "origin_url": text}
     page = readme(hostile, run, text, ["this model takes one"], base)
-    plain = readme(replace(card, scores={"top1": 0.5}), run, "x", ["this model takes one"], base)
+    plain = readme(
+        replace(card, scores={"top1": 0.5}, trained_on={"images": {"train": 5}}),
+        run,
+        "x",
+        ["this model takes one"],
+        base,
+    )
     assert is_calm(page)
     (_, head, body), (_, _, expected) = (re.split(r"^---$", of, maxsplit=2, flags=re.M) for of in (page, plain))
     assert [*yaml.safe_load(head)] == ["library_name", "pipeline_tag", "tags", "base_model"]

@@ -131,7 +131,8 @@ def _of_models(commands: Any) -> None:
         "evaluate",
         help="evaluate a trained model on a split, or a cross-validation on its folds",
         description="Evaluate a run on its own or other data, or a sweep on its folds: loss, scores, each class, "
-        "calibration. Writes evaluation.json and predictions.csv (evaluation-test.json, ... with --split test).",
+        "calibration. Writes evaluation.json and predictions.csv (evaluation-test.json, ... with --split test, and "
+        "names with the overrides for other data).",
     )
     _run(evaluate)
     _rest(evaluate, "overrides", "OVERRIDE", "other data, such as dataset.path=FOLDER")
@@ -150,7 +151,7 @@ def _of_models(commands: Any) -> None:
     predict.add_argument("--top", type=int, metavar="K", help="classes to show per image [3]")
     threshold = "least probability of a label, for task=multilabel [0.5]"
     predict.add_argument("--threshold", type=float, metavar="P", help=threshold)
-    predict.add_argument("--out", metavar="FILE", help="file to write to instead of the terminal")
+    predict.add_argument("--out", metavar="FILE", help="file to write: .csv, .json or .jsonl")
     export = commands.add_parser(
         "export",
         help="export a trained model to ONNX, torch.export or timm",

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.config.commands import OVERRIDE, key_of, override, shell_command
 from lockstep.core import log
+from lockstep.core.data_protocols import splits_of
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import packed
 from lockstep.job.prepare import job_here
@@ -37,7 +38,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     job = job_here(["batch=1", *folder, *overrides, *words[len(paths) :]], "pack decodes images")
     source, target = job.dataset, paths[-1]
     torch.set_num_threads(1)  # each core decodes another image
-    images = sum(map(len, packed.splits_of(source).values()))
+    images = sum(map(len, splits_of(source).values()))
     for note in source.notes():
         log.warn(note)
     with progress("packing", images) as advance, _with_its_own_option():

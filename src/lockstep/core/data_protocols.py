@@ -268,6 +268,12 @@ class Source(Component, Protocol):
         return split
 
 
+def splits_of(source: Source) -> dict[str, Split]:
+    """The splits of a data set, by the keys of `SPLIT_NAMES`."""
+    splits = zip(SPLIT_NAMES, (source.train(), source.eval(), source.test()), strict=True)
+    return {name: split for name, split in splits if split is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoaderContext:
     """The facts about a run, on one rank, from which a loader chooses its settings.

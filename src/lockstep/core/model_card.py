@@ -135,7 +135,7 @@ class ModelCard(Preprocessing):
         class_names: the names, indexed by label; empty if the classes have no names.
         eval_views: the number of views of an image whose logits are averaged.
         eval_batch: the images of one block of the evaluation; the last bits of a logit depend on it.
-        trained_on: the config node of the data set, without paths, and the sha256 of its examples.
+        trained_on: the config node of the data set, without paths; its examples' sha256, and their number by split.
         lockstep: the version of Lockstep that wrote the file.
         scores: the figures of their evaluation that have a value, by name; empty if they were not evaluated.
         averaged: whether the weights are a moving average.

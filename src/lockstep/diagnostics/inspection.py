@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
+from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split, splits_of
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.data.datasets.arrays import check_labels
@@ -57,11 +57,10 @@ class Finding:
 def inspect(source: Source, seconds: float) -> Iterator[Finding]:
     """Look at the splits, and at images for at most `seconds`. Raises InputError for a wrong label."""
     try:
-        train, val, test = source.train(), source.eval(), source.test()
+        splits = splits_of(source)
     except InputError as error:
         yield Finding("data", str(error), Level.warning if source.downloads else Level.error)
         return
-    splits = {"train": train, "val": val} | ({} if test is None else {"test": test})
     for name, split in splits.items():
         check_labels(split.labels, source.classes, f"the {SPLIT_NAMES[name]} split", source.targets)
     names = source.class_names or tuple(map(str, range(source.classes)))
@@ -69,11 +68,11 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
     notes = class_notes(names, {name: split.labels for name, split in splits.items()}, kind)
     for note in dict.fromkeys([*source.notes(), *notes]):
         yield Finding(kind, note, Level.warning)
-    counts = f"{len(train):,} to train on, {len(val):,} to evaluate"
-    if test is not None:
-        counts += f", {len(test):,} to test"
+    counts = f"{len(splits['train']):,} to train on, {len(splits['val']):,} to evaluate"
+    if "test" in splits:
+        counts += f", {len(splits['test']):,} to test"
     if kind != CLASSES:
-        yield Finding(kind, f"{_columns(names, train.labels, kind)}: {counts}")
+        yield Finding(kind, f"{_columns(names, splits['train'].labels, kind)}: {counts}")
     elif all(len(split.labels.unique()) == source.classes for split in splits.values()):
         yield Finding(kind, f"all {source.classes} have images in every split: {counts}")
     yield from _broken([*splits.values()], seconds / 2)

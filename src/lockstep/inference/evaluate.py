@@ -20,7 +20,7 @@ from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES, class_name
 from lockstep.core.run import FOLD, Run, State, read_overrides
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, slug
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import show_json
 from lockstep.core.tags import figure_word, telling
@@ -79,6 +79,8 @@ def evaluate(
     chosen, source = split_for(predictor, run, overrides, split)
     evaluation = evaluated([(predictor, chosen)])
     facts = {"weights": file.name, "step": card.step, "dataset": type(source).__name__, "split": split}
+    place = source.path and str(Path(source.path).absolute())
+    facts["data"] = {"path": place, "overrides": [*overrides], "sha256": fingerprint_of(source)}
     facts |= evaluation.facts()
     if form == "table":
         name = SPLIT_NAMES[split]
@@ -88,7 +90,10 @@ def evaluate(
         if split == "val" and card.score:
             log.show(f"in training it was {card.score}")
         evaluation.show()
-    write_files(Path(out) if out is not None else Path() if run is None else run.path, facts, [evaluation], form)
+    # In its own folder a run keeps the evaluation of its own data.
+    other = f"-{slug(' '.join(overrides))}" if overrides and run is not None and out is None else ""
+    folder = Path(out) if out is not None else Path() if run is None else run.path
+    write_files(folder, facts, [evaluation], form, other)
 
 
 def evaluate_folds(
@@ -102,7 +107,7 @@ def evaluate_folds(
     for setting in cross_validations(sweep):
         evaluations.append(evaluated(trials(setting, overrides, device)))
         facts.append(report_folds(setting, evaluations[-1], form))
-    write_files(folder, facts[0] if len(facts) == 1 else {"settings": facts}, evaluations, form)
+    write_files(folder, facts[0] if len(facts) == 1 else {"settings": facts}, evaluations, form, other="")
 
 
 def trials(setting: CrossValidation, overrides: Sequence[str], device: str | None) -> Iterator[Trial]:
@@ -170,9 +175,12 @@ def report_folds(setting: CrossValidation, evaluation: Evaluation, form: str) ->
     return {**facts, **together, "mean": mean, "spread": spread, "by_fold": folds}
 
 
-def write_files(folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation], form: str) -> None:
-    of_split = "" if (split := facts.get("split", "val")) == "val" else f"-{split}"
-    results, predictions = folder / f"evaluation{of_split}.json", folder / f"predictions{of_split}.csv"
+def write_files(
+    folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation], form: str, other: str
+) -> None:
+    """Write the two files; their names end with the split, and with `other` data."""
+    end = other if (split := facts.get("split", "val")) == "val" else f"-{split}{other}"
+    results, predictions = folder / f"evaluation{end}.json", folder / f"predictions{end}.csv"
     for path in (results, predictions):
         check_out(path)
     write_atomic(results, json.dumps(facts, indent=1, allow_nan=False) + "\n")

@@ -22,6 +22,7 @@ from lockstep.checkpoint.files import MODEL, load_weights, save_weights
 from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
+from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import InputError, LockstepError, check_installed, reason_of
 from lockstep.core.model_card import CROP, PAD, SIGMOID, SOFTMAX, SQUASH, VALUES, ModelCard, stored_side
 from lockstep.core.run import read_overrides
@@ -29,7 +30,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import read_bytes, read_json
 from lockstep.core.safe_write import check_out, storing, sync, usual_mode, write_atomic
 from lockstep.core.table import markdown, markdown_code
-from lockstep.core.tags import figure_text
+from lockstep.core.tags import figure_text, telling
 from lockstep.data.datasets import preprocess
 from lockstep.data.datasets.decode import GREY, RGB
 from lockstep.data.loading.reading import sample
@@ -38,6 +39,7 @@ from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, load_predictor, run_of, say_which
 from lockstep.precision import FP32
 from lockstep.telemetry.progress import progress
+from lockstep.training.predictions import MATRIX_CLASSES
 from lockstep.training.trained import find_weights
 
 # The most that a logit may differ, and as shares of the largest logit: an exporter sums in another order and folds
@@ -70,7 +72,9 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
         return
     target = Path(out) if out is not None else file.with_suffix(EXPORT_FORMATS[kind].suffix)
     check_out(target)
-    check_copy(code := target.with_name(PREPROCESS.name))
+    check_out(code := target.with_name(PREPROCESS.name))
+    if code.exists() and b"`lockstep export`" not in read_bytes(code).partition(b"\n")[0]:  # of any version
+        raise InputError(f"{code} is not of lockstep export; rename it, or name another folder: --out FOLDER/NAME")
     if (usual := OF_SUFFIX.get(target.suffix, kind)) != kind:
         raise InputError(f"--out is {target}, and --to {kind} writes another kind of file: --to {usual}")
     predictor = load_predictor(file, device="cpu", precision=FP32())
@@ -92,13 +96,6 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     if len(stored[0]) in (GREY, RGB):
         write_atomic(code, read_bytes(PREPROCESS, links=True))
         log.show(f"wrote {code}: its input for a photo")
-
-
-def check_copy(path: Path) -> None:
-    """Raise InputError if there is something at `path` other than a copy of `PREPROCESS`, of any version."""
-    check_out(path)
-    if path.exists() and b"`lockstep export`" not in read_bytes(path).partition(b"\n")[0]:
-        raise InputError(f"{path} is not of lockstep export; rename it, or name another folder: --out FOLDER/NAME")
 
 
 def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> tuple[Tensor, str]:
@@ -318,7 +315,18 @@ def readme(card: ModelCard, run: RunDir | None, name: str, differences: Sequence
     `base` has timm's facts about the published weights that the training started from, if any.
     """
     words = [] if run is None else ["lockstep", "train", *read_overrides(run.overrides)]
-    scores = [f"- {markdown(figure_text(figure, value))}" for figure, value in card.scores.items()]
+    summary = {} if run is None else run.read_summary()
+    tested = summary.get("test") if summary.get("best_step") == card.step else None
+    scores = []
+    for split, figures in (("evaluation", card.scores), ("test", tested or {})):
+        shown = telling(figures, card.classes).items()
+        texts = [f"- {markdown(figure_text(figure, value))}" for figure, value in shown if value is not None]
+        scores += [f"On the {split} split:", "", *texts, ""] if texts else []
+    counts = images.items() if isinstance(images := card.trained_on.get("images"), dict) else ()
+    numbers = ", ".join(f"{number} images in the {SPLIT_NAMES.get(split, split)} split" for split, number in counts)
+    node = None if run is None else components.read_config(run.config).get("dataset")
+    place = Path(str(node.get("path") or "")).name if isinstance(node, dict) else ""
+    data = f"{place} ({card.data_name})" if place else card.data_name
     origin = ", ".join(filter(None, (base.get("hf_hub_id"), base.get("license"), base.get("origin_url"))))
     code = f"""import timm
 
@@ -328,11 +336,13 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
         *("---", "library_name: timm", "pipeline_tag: image-classification", "tags: [image-classification, timm]"),
         *([f"base_model: {json.dumps(base['hf_hub_id'])}"] if base.get("hf_hub_id") else []),
         *("---", "", f"# {markdown(name)}", ""),
-        f"{markdown_code(card.model_name)}, trained on {markdown(card.data_name)} with Lockstep "
+        f"{markdown_code(card.model_name)}, trained on {markdown(data)} with Lockstep "
         f"{markdown(card.lockstep)}, step {card.step:,}{', averaged weights' * card.averaged}.",
         *([f"Fine-tuned from {markdown(origin)}."] if origin else []),
         "",
-        *(["On the evaluation split:", "", *scores, ""] if scores else []),
+        *([f"Data: {markdown(numbers)}.", ""] if numbers else []),
+        *([f"Classes: {markdown(', '.join(card.names))}.", ""] if card.classes <= MATRIX_CLASSES else []),
+        *scores,
         f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width), {card.fit}, the central "
         f"{card.eval_crop:.1%}, {card.interpolation}; mean {list(card.mean)}, "
         f"standard deviation {list(card.std)}. Outputs: {card.classes:,} {card.targets} ({card.probabilities}).",

@@ -1,5 +1,6 @@
 """`lockstep predict`: the classes that a model predicts for image files."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from lockstep.training.trained import find_weights
 
 AT_ONCE = 32  # images in one batch of the model
 USUAL_TOP = 3  # classes of an image
+OUT_FORMS = ("csv", "json", "jsonl")  # the endings of a file: a table, a list, and an object a line
 WIDEST_NAME = 24  # columns for the name of a class
 Answer = tuple[Any, ...]  # number and name of a class, its probability and log-odds; or of a value, and it (NumPy's)
 Results = Iterator[tuple[Path, list[Answer]]]
@@ -51,7 +53,7 @@ def predict(
     if top is not None and top < 1:
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
     if out is not None:
-        check_out(Path(out))
+        form = form_of(Path(out), form)
     predictor = load_predictor(file := find_weights(path), device=device)
     say_which(file, predictor.card)
     targets = predictor.card.targets
@@ -89,6 +91,16 @@ def predict(
         log.show(f"wrote {out}")
     if problems:
         raise InputError(*problems)
+
+
+def form_of(out: Path, form: str) -> str:
+    """The form of a file by its ending; `form` is of the flags, or `table`. Raises InputError."""
+    check_out(out)
+    ending = out.suffix.lower().removeprefix(".")
+    if ending not in OUT_FORMS or form not in ("table", ending):
+        expected = f"an ending of {', '.join(OUT_FORMS)}, and no flag of another form"
+        raise InputError(f"--out is {out}, expected {expected}: --out predicted.csv")
+    return ending
 
 
 def _images(files: Sequence[str], problems: list[str], channels: int) -> Iterator[Path]:
@@ -164,11 +176,13 @@ def _lines(results: Results, targets: str, form: str) -> list[str]:
         if targets == VALUES:
             values = {name: digits(value) if form == "csv" else float(value) for _, name, value in answers}
             rows.append(file | (values if form == "csv" else {"values": values}))
-        elif form == "json":
+        elif form != "csv":
             keys = ("label", "name", "probability", "log_odds")
             rows.append({**file, "classes": [dict(zip(keys, answer, strict=True)) for answer in answers]})
         else:
             for rank, (label, name, share, odds) in enumerate(answers, start=1):
                 row = {**file, "rank": rank, "label": label, "class": name}
                 rows.append({**row, "probability": digits(share), "log_odds": digits(odds)})
+    if form == "jsonl":
+        return [json.dumps(row, allow_nan=False) for row in rows]
     return row_lines(rows, form) or ["file,rank,label,class,probability,log_odds"] * (targets != VALUES)

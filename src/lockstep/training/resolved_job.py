@@ -19,7 +19,7 @@ from lockstep.config import components
 from lockstep.config.extensions import is_object
 from lockstep.config.roles import fields_with
 from lockstep.config.schema import GROUPS, Job, TrainBlock
-from lockstep.core.data_protocols import Source
+from lockstep.core.data_protocols import Source, splits_of
 from lockstep.core.errors import InputError
 from lockstep.core.fields import MOST_STEPS, PATH, Component, Role, default_of, is_timed, rule_of
 from lockstep.core.model_card import CROP, ModelCard, Preprocessing
@@ -222,6 +222,7 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
 def card_of(job: ResolvedJob, packages: Mapping[str, str] | None = None) -> ModelCard:
     """The card of a job's weights; `packages` are the extensions that it is trained with, and their hashes."""
     data = job.dataset
+    images = {name: len(split) for name, split in splits_of(data).items()}
     return ModelCard(
         **vars(job.preprocessing),
         model=_node(job.model, of_training(job) - {"channels_last"}),  # which is faster in use, too
@@ -234,7 +235,7 @@ def card_of(job: ResolvedJob, packages: Mapping[str, str] | None = None) -> Mode
         monitor=job.monitor,
         eval_views=job.train.eval_views,
         eval_batch=job.train.eval_batch,
-        trained_on={**_node(data, _paths(data)), "sha256": fingerprint_of(data)},
+        trained_on={**_node(data, _paths(data)), "sha256": fingerprint_of(data), "images": images},
         lockstep=lockstep.__version__,
         packages=packages or {},
     )

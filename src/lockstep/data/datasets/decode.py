@@ -104,7 +104,7 @@ class ImageFile(NamedTuple):
 
     def stored(self, how: Preprocessing, scaled: bool = False) -> Stored:
         """The image as a data set with this preprocessing stores it, see `fitted`."""
-        return self.fitted(how.image_shape[1:], how.interpolation, how.fit, how.fill, how.centre, scaled=scaled)
+        return self.fitted(how.image_shape[1:], how.interpolation, how.fit, how.fill, how.centre, scaled)
 
     def fitted(
         self,
@@ -113,7 +113,6 @@ class ImageFile(NamedTuple):
         fit: str = CROP,
         fill: Sequence[int] = (0,),
         centre: Size | None = None,
-        *,
         scaled: bool = False,
     ) -> Stored:
         """The image as a data set stores it: (channels, *size). Raises any exception of the decoder.
@@ -154,19 +153,15 @@ class ImageFile(NamedTuple):
         return _resized(pixels[rows, columns], size, interpolation)
 
     def _decoded(self, share: float | None) -> tuple[Pixels, int]:
-        """The whole upright image, and its scale in eighths: of a JPEG the smallest that keeps `share` of a side.
-
-        None is the full scale, with the pixels of Pillow.
-        """
+        """The upright image, and its scale in eighths: of a JPEG the least that keeps `share` of a side; None: 8."""
         pixels, eighths = self._scaled_jpeg(share) if self.decoder is None else (self.decoder(self.data), 8)
         pixels = upright(pixels, self.orientation)
         return (photos.grey(pixels) if self.channels == GREY else pixels), eighths
 
     def _scaled_jpeg(self, share: float | None) -> tuple[Pixels, int]:
-        if share is None:
-            if simplejpeg.decode_jpeg_header(self.data)[2] == "CMYK":  # simplejpeg rounds it otherwise than Pillow
-                return _by_pillow(self.data), 8
-            share = 1.0
+        if share is None and simplejpeg.decode_jpeg_header(self.data)[2] == "CMYK":
+            return _by_pillow(self.data), 8  # simplejpeg rounds it otherwise
+        share = 1.0 if share is None else share
         turned = self.orientation in TURNED
         rows, columns = (self.width, self.height) if turned else (self.height, self.width)
         # simplejpeg takes a minimum size, which does not determine the scale if both sides are tiny.

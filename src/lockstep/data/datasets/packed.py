@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.options import option
-from lockstep.core.data_protocols import SPLIT_NAMES, ReadResult, Source, Split
+from lockstep.core.data_protocols import SPLIT_NAMES, ReadResult, Source, Split, splits_of
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
 from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
@@ -42,7 +42,6 @@ from lockstep.data.datasets.arrays import ArraySplit, check_labels
 from lockstep.data.datasets.sizes import PhotoSource, keeps_whole
 from lockstep.data.loading.reading import map_in_order, read_images
 
-SPLITS = ("train", "val", "test")  # the last may be absent
 KINDS = ("images", "labels")
 DECODE_CHUNK = 64  # images that a thread decodes at a time
 PARTIAL, LOCK = ".partial", ".lock"  # the suffix of a folder that a pack fills, and the file in it that it locks
@@ -129,7 +128,7 @@ class Manifest:
                 "splits": {"train": _, "val": _} as splits,
             } if targets in TARGETS and min(channels, height, width) > 0 and len(mean) == len(std) == channels:
                 shape, names, fit = (channels, height, width), tuple(map(str, classes)), parsed.get("fit", CROP)
-                if splits.keys() <= {*SPLITS} and all(map(_has_facts, splits.values())) and fit in FITS:
+                if splits.keys() <= {*SPLIT_NAMES} and all(map(_has_facts, splits.values())) and fit in FITS:
                     return cls(targets, names, shape, tuple(mean), tuple(std), splits, fit)
         raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
 
@@ -200,11 +199,6 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
             if digest.hexdigest() != manifest.splits[split]["sha256"][kind]:
                 raise _invalid(folder, f"{split}.{kind} does not match its sha256")
         map_split(folder, split)
-
-
-def splits_of(source: Source) -> dict[str, Split]:
-    splits = zip(SPLITS, (source.train(), source.eval(), source.test()), strict=True)
-    return {name: split for name, split in splits if split is not None}
 
 
 def pack_source(source: Source, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:

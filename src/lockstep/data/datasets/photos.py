@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
 
 from lockstep.core.errors import check_installed
 from lockstep.data.datasets.preprocess import BITS, UPRIGHT, orientation_of
@@ -30,8 +31,6 @@ def opened_by_pillow(data: bytes) -> Any:
     """The image opened by Pillow, which reads only its header. Raises ValueError for any other format."""
     if (segments := data.count(EXIF)) > SEGMENTS:
         raise ValueError(f"it has {segments:,} segments of EXIF, expected at most {SEGMENTS}")
-    from PIL import Image, UnidentifiedImageError
-
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF in each of thousands of files
     formats: tuple[str, ...] = PILLOW_FORMATS
     if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS and b"avif" not in data[:BRANDS]:
@@ -86,6 +85,4 @@ def tile_bytes(image: Any) -> int:
 
 def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pillow's "L" of RGB, (height, width, 1): the luminance of ITU-R 601. A grey pixel keeps its value."""
-    from PIL import Image
-
     return np.array(Image.fromarray(pixels).convert("L"))[:, :, None]

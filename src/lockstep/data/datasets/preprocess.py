@@ -32,10 +32,8 @@ def preprocess(photo: Any, card: Mapping[str, Any]) -> NDArray[np.uint8]:
     # A model that enlarges its images takes them as they are stored.
     part, size = (centre, seen) if max(seen) < max(stored) else (stored, stored)
     height, width = whole_size((image.height, image.width), stored, card["fit"])
-    top, left = (
-        centre_start(side, middle) - centre_start(taken, middle)
-        for side, middle, taken in zip((height, width), centre, part, strict=True)
-    )
+    top = centre_start(height, centre[0]) - centre_start(part[0], centre[0])
+    left = centre_start(width, centre[1]) - centre_start(part[1], centre[1])
     resample = Image.Resampling[card["interpolation"].upper()]
     # Columns before rows: Pillow alone orders them by the sizes, and bicubic pixels depend on it.
     resized = image.resize((width, image.height), resample).resize((width, height), resample)
@@ -51,7 +49,7 @@ def whole_size(sides: Sequence[int], stored: Sequence[int], fit: str) -> tuple[i
     height, width = sides
     if fit == "squash":
         return stored[0], stored[1]
-    if fit == "crop" and stored[0] == stored[1]:
+    if fit != "pad" and stored[0] == stored[1]:
         return height * stored[0] // min(sides), width * stored[0] // min(sides)
     ratios = height / stored[0], width / stored[1]
     ratio = max(ratios) if fit == "pad" else min(ratios)
