@@ -327,6 +327,17 @@ class Rows(list[dict[str, Any]]):
 
     folder: Path | None = None
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: names, scores and states, and the columns in which rows differ."""
+        from lockstep.core.table import html_table
+
+        first, others = (
+            {"name": None, "score": None, "state": None},
+            dict.fromkeys(key for row in self for key in row),
+        )
+        names = [name for name in {**first, **others} if name in first or len({str(r.get(name)) for r in self}) > 1]
+        return html_table([{name: row[name] for name in names if name in row} for row in self])
+
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`. Raises InputError without pandas."""
         if importlib.util.find_spec("pandas") is None:

@@ -60,7 +60,7 @@ def _sockets() -> Iterator[None]:
 
 
 def printed(cell: Any) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs)
+    return "".join(output.get("text", "") or output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 
 def results(notebook: Any) -> list[str]:
@@ -82,6 +82,8 @@ def test_the_notebook_of_the_documentation_runs(tmp_path: Path) -> None:
     assert not any("\x1b" in printed(cell) for cell in notebook.cells if "outputs" in cell), "codes of a terminal"
     for cell in notebook.cells[1:4:2]:  # progress is shown, of one rank and of two
         assert "done in" in printed(cell)
+    assert "<td>2/2</td>" in printed(notebook.cells[1]), "the evaluations are a table"
+    assert "<progress" not in printed(notebook.cells[1]), "the bar is gone at the end"
 
 
 def test_an_interrupted_cell_saves_and_later_calls_leave_the_kernel_as_it_was(

@@ -191,6 +191,13 @@ def test_rows_are_those_of_the_commands(one: dict[str, Any], monkeypatch: pytest
         rows.to_pandas()
 
 
+def test_a_notebook_shows_where_rows_differ_as_text() -> None:
+    rows = [{"name": f"<b>{number}", "score": None, "lr": 0.1234567 * number, "seed": 1} for number in (1, 2)]
+    table = lockstep.Rows(rows)._repr_html_()
+    assert "<td>&lt;b&gt;1</td><td></td><td>0.1235</td></tr>" in table
+    assert "seed" not in table
+
+
 def test_a_flag_of_the_command_is_no_word_of_a_program() -> None:
     with pytest.raises(lockstep.InputError, match=r"'-m' is a flag, expected KEY=VALUE; a sweep is lockstep.sweep"):
         lockstep.train(["-m", "seed=1,2"])

@@ -84,6 +84,16 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
             handler.close()
 
 
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook, which show HTML, and is not quiet."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        return False
+    from lockstep.core.console import terminal  # imports rich
+
+    return not terminal.quiet
+
+
 def has_terminal(stream: str = "stdout") -> bool:
     """Whether a standard stream goes to a terminal that can move the cursor."""
     file = getattr(sys, stream)

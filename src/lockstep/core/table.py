@@ -1,5 +1,6 @@
 """Tables for people, no wider than the terminal, in LaTeX and in Markdown; and their rows as CSV and JSON."""
 
+import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,6 +173,18 @@ def _markdown(columns: Sequence[Column]) -> Iterator[str]:
     for row in range(len(columns[0].cells)):
         cells = [(markdown(column.cells[row]), row in column.best) for column in columns]
         yield f"| {' | '.join(f'**{cell}**' if best else cell for cell, best in cells)} |"
+
+
+def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table of HTML, whatever text is in them; empty without rows."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    lines = [[*names], *(["" if row.get(name) is None else row[name] for name in names] for row in rows)]
+    cells = (
+        "".join(f"<td>{html.escape(shortened(escaped(str(cell)), 4))}</td>" for cell in line)
+        for line in lines
+        if rows
+    )
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>" if rows else ""
 
 
 def json_lines(content: Any) -> list[str]:

@@ -1,9 +1,11 @@
-"""Shows main's progress: a bar on a terminal, or else a line now and then. Other ranks show nothing."""
+"""Shows main's progress: a bar on a terminal or in a notebook, or else a line now and then. Others show nothing."""
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from typing import Any
 
 from rich.live import Live
 from rich.text import Text
@@ -23,6 +25,7 @@ from lockstep.telemetry.progress import (
 from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
 
+REDRAW_S = 0.5  # the least time between two states of the bar in a notebook
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
 BEST_STYLE = "green"
 
@@ -117,7 +120,9 @@ class Screen(Display):
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
         epoch = f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}"
         position = [FigureColumn("epoch", epoch, f"/{epochs}", ALWAYS), self._position(step, 1)]
-        line = [*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)]
+        self._show([*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)])
+
+    def _show(self, line: Sequence[FigureColumn]) -> None:
         log.say(in_line(line, None).plain, shown=in_line(line, self._width()))
 
     def _position(self, step: int, priority: int) -> FigureColumn:
@@ -197,6 +202,49 @@ class Bar(Screen):
         return console.terminal.width
 
 
+class Cell(Screen):
+    """A bar in a notebook's cell, above a table with a row for each evaluation. At the end the bar is removed."""
+
+    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor) -> None:
+        super().__init__(plan, left, monitor)
+        self.rows, self.has_ended, self.drawn_at = list[dict[str, str]](), False, time.perf_counter()
+        from IPython.display import display  # a notebook has imported it
+
+        self.output: Any = display(self, display_id=True)
+
+    def advance(self, step: int, now: float) -> None:
+        super().advance(step, now)
+        self._redraw()
+
+    def evaluating(self, done: int, blocks: int) -> None:
+        super().evaluating(done, blocks)
+        self._redraw()
+
+    def close(self) -> None:
+        self.has_ended = True
+        self.output.update(self)
+
+    def _redraw(self) -> None:
+        if time.perf_counter() - self.drawn_at >= REDRAW_S:
+            self.drawn_at = time.perf_counter()
+            self.output.update(self)
+
+    def _show(self, line: Sequence[FigureColumn]) -> None:
+        log.logger.info(in_line(line, None).plain)
+        self.rows.append({column.name or column.unit.strip(): f"{column.figure}{column.unit}" for column in line})
+        self.output.update(self)
+
+    def __repr__(self) -> str:
+        columns = [self._position(self.step, ALWAYS), FigureColumn("left", self._left(self.step), "", ALWAYS)]
+        return in_line([*columns, *[FigureColumn(self.phase, "", "", ALWAYS)] * bool(self.phase)], None).plain
+
+    def _repr_html_(self) -> str:
+        from lockstep.core.table import html_table  # few runs are of a notebook
+
+        progress = f'<progress value="{self.step}" max="{self.plan.total_steps}"></progress> {escape(repr(self))}'
+        return progress * (not self.has_ended) + html_table(self.rows)
+
+
 def figures(window: Window) -> list[FigureColumn]:
     return [
         FigureColumn("loss", f"{window.loss:.4f}".replace("nan", "-"), "", 4),
@@ -209,4 +257,6 @@ def figures(window: Window) -> list[FigureColumn]:
 def display(plan: Plan, left: TimeLeft, monitor: Monitor, *, is_main: bool) -> Display:
     if not is_main:
         return Display()
+    if log.in_notebook():
+        return Cell(plan, left, monitor)
     return (Bar if log.has_terminal() else Lines)(plan, left, monitor)
