@@ -196,6 +196,9 @@ class Idle(lockstep.Callback):
 if __name__ == "__main__":
     if "-m" in sys.argv:
         lockstep.main()
+    elif "sweep" in sys.argv:
+        sys.argv.remove("sweep")
+        lockstep.sweep(sys.argv[1:], loss=own_loss)
     else:
         lockstep.train(sys.argv[1:], loss=own_loss, callbacks=[Idle()])
 """
@@ -253,8 +256,9 @@ def test_a_resume_with_another_script_says_so_and_a_strict_one_is_refused(progra
     assert "__main__ (script.py), and repro=strict continues with the same code" in done.err
 
 
-def test_a_sweep_of_a_script_names_the_jobs_of_another_one(program: Path) -> None:
-    words = ("-m", "seed=0,1", "sweep.objectives=[score]")
+@pytest.mark.parametrize("kind", ["-m", "sweep"])
+def test_a_sweep_of_a_script_names_the_jobs_of_another_one(program: Path, kind: str) -> None:
+    words = (kind, "seed=0,1", "sweep.objectives=[score]")
     call(program, "", *words)
     edit(program, "script.py")
     assert "trained with other code of __main__ (script.py): jobs 0, 1" in call(program, "", *words).out

@@ -168,7 +168,7 @@ def test_runs_of_all_tasks_are_a_table_each_of_every_command(tmp_path: Path) -> 
     heads = ["val top-1 +val f1", "val map", "val mae +val r2"]
     compared, listed = (forked("lockstep", *words, cwd=tmp_path).out for words in (("compare", "outputs"), ("runs",)))
     assert all(re.search(f"{head} +state", compared, re.MULTILINE) for head in heads)
-    assert all(re.search(f"^when +.*{head} +size", listed, re.MULTILINE) for head in heads)
+    assert all(re.search(f"^.*when +.*{head} +size", listed, re.MULTILINE) for head in heads)
     rows = json.loads(forked("lockstep", "runs", "--sort", "score", "--json", cwd=tmp_path).out)
     for monitor, falls in (("top1", False), ("map", False), ("mae", True)):
         scores = [row["score"] for row in rows if row["monitor"] == monitor]

@@ -53,10 +53,11 @@ def code_of(config: Mapping[str, Any], parts: Iterable[Any] = ()) -> dict[str, U
     return {extension.package: read(extension.folder) for extension in used} | _code_in([*named, *parts])
 
 
-def code_here() -> dict[str, UserCode]:
-    """The code of all extensions, and of the options that this program declares, by package or module."""
-    here = {extension.package: read(extension.folder) for extension in extensions.active()}
-    return here | _code_in(extensions.of_program().values())
+def code_here(names: Iterable[str]) -> dict[str, UserCode]:
+    """The code of all extensions, and of further packages and modules that this process has loaded."""
+    places = {name: place for name in names if (place := _place(name))}
+    places |= {extension.package: extension.folder for extension in extensions.active()}
+    return {name: read(place) for name, place in places.items()}
 
 
 def _code_in(parts: Iterable[Any]) -> dict[str, UserCode]:
@@ -66,25 +67,25 @@ def _code_in(parts: Iterable[Any]) -> dict[str, UserCode]:
         for own in inspect.getmro(part) if isinstance(part, type) else [part]:
             members.setdefault(str(own.__module__).partition(".")[0], []).append(own)
     for name, of_module in members.items():
-        module = vars(sys.modules[name]) if name in sys.modules else {}
-        place = next(iter(module.get("__path__", ())), module.get("__file__"))
-        if place is not None and not _is_installed(Path(place)):
-            code[name] = read(Path(place))
-        elif place is None and name == MAIN:
-            sources = {own: text for own, text in _sources_of_cells(of_module).items() if text}
+        if place := _place(name):
+            code[name] = read(place)
+        elif name == MAIN and (sources := _sources_of_cells(of_module)):
             hashes = {own: hashlib.sha256(text.encode()).hexdigest() for own, text in sorted(sources.items())}
             code[name] = UserCode(_facts(hashes, {"place": "", "git": UNKNOWN, "git_changes": UNKNOWN}), b"")
     return code
 
 
-def _is_installed(place: Path) -> bool:
-    """Whether a file or folder is of Python, of an installed package or of Lockstep: versions tell these apart."""
+def _place(name: str) -> Path | None:
+    """The folder of a loaded package or the file of a loaded module; None if it is installed: versions tell those."""
+    module = vars(sys.modules[name]) if name in sys.modules else {}
+    place = Path(next(iter(module.get("__path__", ())), module.get("__file__")) or "")
     folders = [Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]]
-    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts) or any(map(place.is_relative_to, folders))
+    packages = {"site-packages", "dist-packages"} & {*place.parts}
+    return None if place == Path() or packages or any(map(place.is_relative_to, folders)) else place
 
 
 def _sources_of_cells(parts: Iterable[Any]) -> dict[str, str]:
-    """The sources of a notebook's classes and functions, and of those that these name."""
+    """The sources of a notebook's classes and functions, and of those that these name, as far as they are known."""
     sources, waiting = dict[str, str](), [*parts]
     for own in waiting:  # it grows
         if own.__qualname__ not in sources:
@@ -92,7 +93,7 @@ def _sources_of_cells(parts: Iterable[Any]) -> dict[str, str]:
             named = [vars(sys.modules[MAIN]).get(word) for word in re.findall(r"\w+", text)]
             own_kind = [value for value in named if isinstance(value, type | FunctionType)]
             waiting += [value for value in own_kind if value.__module__ == MAIN]
-    return sources
+    return {name: text for name, text in sources.items() if text}
 
 
 def _source_in_cell(own: Any) -> str:

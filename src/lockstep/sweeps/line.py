@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,12 @@ from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import Role, problems
-from lockstep.core.run import Run, State
+from lockstep.core.run import Code, Run, State
 from lockstep.core.run_dir import LATEST, SWEEP, pointed, relative
 from lockstep.core.safe_write import Lock, remove_empty
 from lockstep.core.tags import Monitor, monitor_of
 from lockstep.records.ledger import JOBS, SWEEPS, Identity, Ledger, resumed_sweep
-from lockstep.records.record import OBJECTIVES, SCORE, Record, checked_direction
+from lockstep.records.record import OBJECTIVES, SCORE, checked_direction
 
 FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
 POOLS = ("pool", "ray")  # the launchers with a ledger
@@ -254,17 +254,20 @@ def _say_what_goes_on(ledger: Ledger) -> None:
         f"resuming the sweep in {relative(ledger.folder)}: {done} of {len(records)} jobs are done{retries}; "
         "sweep.resume=new starts all again"
     )
-    if extensions.active() or extensions.of_program():
-        _say_other_code(ledger, [record for record in records if record.state is State.done])
+    codes = {
+        record.number: Run(ledger.folder / record.folder).code for record in records if record.state is State.done
+    }
+    if any(codes.values()):
+        _say_other_code({number: code or {} for number, code in codes.items()})
 
 
-def _say_other_code(ledger: Ledger, done: Sequence[Record]) -> None:
-    """Name the jobs that are done with other code of the user than the present one."""
+def _say_other_code(codes: Mapping[int, Mapping[str, Code]]) -> None:
+    """Name the jobs that are done with other code of the user than the present one; they had `codes`."""
     from lockstep.records.tables import job_numbers
     from lockstep.runtime import user_code  # imports torch, and few sweeps have code of the user
 
-    here, folders = user_code.code_here(), {record.number: ledger.folder / record.folder for record in done}
-    changed = {number: user_code.changes(Run(folder).code or {}, here) for number, folder in folders.items()}
+    here = user_code.code_here({package for code in codes.values() for package in code})
+    changed = {number: user_code.changes(code, here) for number, code in codes.items()}
     if numbers := [number for number, packages in changed.items() if packages]:
         words = sorted({f"{name} ({files})" for packages in changed.values() for name, files in packages.items()})
         log.show_warning(
