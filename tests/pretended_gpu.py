@@ -4,8 +4,8 @@ A tensor "on" such a GPU is one in host memory that says that it is on `cuda:0`.
 a run has the losses of the CPU's to the bit. Operations that mix the devices raise, as CUDA does, and the calls that
 would wait for the device are counted. Streams, events and NCCL do nothing, or what gloo does.
 
-It shows that the code runs and in which order it calls what. It shows nothing about kernels, about what streams race
-for, or about speed: for these there is tests/gpu, which needs the real thing.
+It shows that the code runs and in which order it calls what, also for the tests in tests/gpu. It shows nothing about
+kernels, about what streams race for, or about speed: for these the tests in tests/gpu need the real thing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fake_nvml import FakeNvml
+from tape import Tape
 
 NUMBER = "PRETENDED_GPUS"  # of GPUs
 NAME = "NVIDIA H100 80GB HBM3"
@@ -37,6 +38,7 @@ WAITING = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "n
 on_gpu = WeakTensorKeyDictionary()  # the tensors that say so
 lock = threading.RLock()
 waits: list[str] = []
+waiting_is_an_error = threading.Event()  # what `torch.cuda.set_sync_debug_mode("error")` asks for
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
@@ -52,6 +54,17 @@ def put(tensor: Tensor, gpu: bool) -> Tensor:
         else:
             on_gpu.pop(tensor, None)
     return tensor
+
+
+def waited(name: str) -> None:
+    """Count a call that would wait for the GPU. Raises RuntimeError where that is an error."""
+    waits.append(name)
+    if waiting_is_an_error.is_set() and name != "synchronize":
+        raise RuntimeError(f"called a synchronizing CUDA operation ({name})")
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    waiting_is_an_error.set() if mode == "error" else waiting_is_an_error.clear()
 
 
 def is_gpu(device: Any) -> bool:
@@ -93,7 +106,7 @@ class Devices(TorchFunctionMode):
         if len(places) == 2 and name not in MIXING:
             raise RuntimeError(f"Expected all tensors to be on the same device ({name})")
         if True in places and name in WAITING:
-            waits.append(name)
+            waited(name)
         results = function(*args, **kwargs)
         if name in ("copy_", "__setitem__"):
             return results
@@ -123,7 +136,7 @@ class Devices(TorchFunctionMode):
         if is_on_gpu(tensor) == is_gpu(device):
             return tensor
         if not is_gpu(device) and waits_for:
-            waits.append("cpu")
+            waited("cpu")
         return put(tensor.detach().clone() if not tensor.requires_grad else tensor.clone(), is_gpu(device))
 
 
@@ -185,9 +198,12 @@ class Memory:
 
 def plug_in() -> None:
     """Pretend, in this process and all its threads, that there are GPUs."""
+    from lockstep.strategy import sync_batchnorm
+
     default_stream, memory = Stream(), Memory()
     Stream.number = 0
     number, properties = int(os.environ[NUMBER]), SimpleNamespace(name=NAME, uuid="aa", total_memory=80 * 2**30)
+    properties.multi_processor_count = 132
     fakes: dict[str, Any] = {
         "Event": Event,
         "Stream": Stream,
@@ -209,14 +225,17 @@ def plug_in() -> None:
         "set_rng_state_all": lambda states: None,
         "get_rng_state": lambda device=None: None,
         "set_rng_state": lambda state, device=None: None,
-        "current_stream": lambda device=None: default_stream,
+        **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: default_stream),
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
         "graph_pool_handle": lambda: (0, 1),
         "default_generators": [SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)],
         "set_stream": lambda stream: None,
         "_lazy_init": lambda: None,
-        "synchronize": lambda device=None: waits.append("synchronize"),
+        "synchronize": lambda device=None: waited("synchronize"),
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "CUDAGraph": Tape,
+        "graph": lambda tape, **options: tape,
     }
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
@@ -226,6 +245,7 @@ def plug_in() -> None:
     _plug_in_tensors()
     _plug_in_autocast()
     _plug_in_groups()
+    sync_batchnorm.CUDAKernels = sync_batchnorm.PlainKernels
     FakeNvml(dict.fromkeys(["GPU-aa", "GPU-bb"][:number], 90)).plug_in()
     Devices().__enter__()
     run = threading.Thread.run
@@ -235,6 +255,12 @@ def plug_in() -> None:
             run(thread)
 
     threading.Thread.run = run_with_devices  # type: ignore[method-assign]
+
+
+class Attribute(property):
+    """A property of tensors; torch 2.11 asks which class it is of."""
+
+    __objclass__ = Tensor
 
 
 def _plug_in_tensors() -> None:
@@ -264,11 +290,11 @@ def _plug_in_tensors() -> None:
         replace(base.grad, tensor, value)
 
     attributes: dict[str, Any] = {
-        "is_cuda": property(is_on_gpu),
-        "is_cpu": property(lambda tensor: not is_on_gpu(tensor)),
-        "device": property(lambda tensor: GPU if is_on_gpu(tensor) else own(base.device, tensor)),
-        "data": property(data_of, set_data),
-        "grad": property(grad_of, set_grad, set_grad),
+        "is_cuda": Attribute(is_on_gpu),
+        "is_cpu": Attribute(lambda tensor: not is_on_gpu(tensor)),
+        "device": Attribute(lambda tensor: GPU if is_on_gpu(tensor) else own(base.device, tensor)),
+        "data": Attribute(data_of, set_data),
+        "grad": Attribute(grad_of, set_grad, set_grad),
         "get_device": lambda tensor: 0 if is_on_gpu(tensor) else -1,
         "record_stream": lambda tensor, stream: None,
     }

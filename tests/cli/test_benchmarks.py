@@ -55,13 +55,16 @@ def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_
 
 def test_the_gpu_check_measures_where_there_is_no_gpu(tmp_path: Path) -> None:
     json_path = tmp_path / "check.json"
-    done = benchmark("gpu_check", "--device", "cpu", "--only", "model,speedrun,host", "--json", str(json_path))
+    done = benchmark("gpu_check", "--device", "cpu", "--json", str(json_path))
     assert done.code == 0, done.out + done.err
     tables = json.loads(json_path.read_text())
     assert tables["model"].keys() == {f"resnet10t at 32, fp32{last}" for last in ("", ", channels_last")}
     assert all(row["raw, img/s"] > 0 and row["lockstep, img/s"] > 0 for row in tables["model"].values())
-    assert tables["speedrun"]["cifar10_speedrun"]["img/s"] > 0
+    assert all(row["raw, us"] > 0 and row["lockstep, us"] > 0 for row in tables["step"].values())
+    assert tables["speedrun"]["cifar10_speedrun, second"]["img/s"] > 0
     assert tables["host"]["default"]["host us a step"] > 0
+    assert tables["watch"] == {"watch": {"samples": 0}}
+    assert tables["dropout"]["dropout"]["lockstep, ms"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -94,7 +97,7 @@ def test_the_gpu_check_runs_where_nothing_but_the_packages_of_a_run_is_installed
 def test_the_gpu_check_says_which_parts_there_are() -> None:
     done = benchmark("gpu_check", "--only", "host,speed")
     assert done.code == 2
-    assert "there is no 'speed'; choose from tests, model, speedrun, host" in done.err
+    assert "there is no 'speed'; choose from tests, model, step, speedrun, host, watch, dropout" in done.err
 
 
 # Its buffers are infinite, until published weights replace them. An average of the weights must keep them.

@@ -1,9 +1,14 @@
-"""The code that only a run on a GPU takes, on GPUs that are only pretended: see `pretended_gpu`."""
+"""The code that only a run on a GPU takes, on GPUs that are only pretended: see `pretended_gpu`.
+
+Here are also the tests of tests/gpu, all at once.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +17,7 @@ import torch
 from PIL import Image
 
 import pretended_gpu
-from helpers import FAKE, NARROW, forked, losses, train
+from helpers import FAKE, NARROW, ROOT, command, forked, losses, train
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 SHORT = ("telemetry.interval=1", "train.eval_every=100%", "telemetry.report=never", "optimizer=sgd")
@@ -95,14 +100,32 @@ def test_a_resume_on_a_gpu_is_the_run_that_was_not_stopped(tmp_path: Path) -> No
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+def pretending(folder: Path) -> dict[str, str]:
+    """The variables of a process that has pretended GPUs, as all processes have that it starts."""
+    (folder / "sitecustomize.py").write_text("import pretended_gpu\npretended_gpu.plug_in()\n")
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[1]}"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_all_that_needs_a_gpu_works_on_a_pretended_one_except_what_the_documents_name(tmp_path: Path) -> None:
+    words = ("-q", "-rs", "-n", "0", "-p", "no:cacheprovider", "tests/gpu")
+    done = command(sys.executable, "-m", "pytest", *words, timeout=3000, PRETENDED_GPUS="1", **pretending(tmp_path))
+    assert done.code == 0, done.out[-20_000:] + done.err
+    skipped = Counter[str]()
+    for number, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+ (.*)", done.out, re.M):
+        skipped[reason] += int(number)
+    section = (ROOT / "docs" / "performance.md").read_text().partition("| left out | tests |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (.*?) \| (\d+) \|", section, re.M)
+    assert skipped == {reason: int(number) for reason, number in rows}
+
+
 @pytest.mark.slow
 def test_two_gpus_have_a_rank_each_and_the_steps_of_two_ranks_of_the_cpu(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import pretended_gpu\npretended_gpu.plug_in()\n")
     job = (*SMALL, "steps=5", "strategy=allreduce")  # the ranks are fresh, and DDP would import a compiler
     words = ("device=cuda", *SHORT, *job, "launcher.threads=1")
     where = (f"hydra.run.dir={tmp_path}/gpu", f"output_root={tmp_path}")
-    path = f"{tmp_path}:{Path(__file__).parents[1]}"  # for the ranks
-    done = forked("pretended_gpu:train", *words, *where, PYTHONPATH=path, PRETENDED_GPUS="2")
+    done = forked("pretended_gpu:train", *words, *where, PRETENDED_GPUS="2", **pretending(tmp_path))
     assert done.code == 0, done.err
     assert f"2 processes on 2 x {pretended_gpu.NAME} by AllReduce" in " ".join(done.out.split())
     assert losses(tmp_path / "gpu") == on_cpu(tmp_path / "cpu", *job, "launcher.ranks=2")

@@ -1,4 +1,8 @@
-"""What needs a CUDA device: NCCL, the reduced precisions, memory formats, compilation, NVML."""
+"""What needs a CUDA device: NCCL, the reduced precisions, memory formats, compilation, NVML.
+
+`tests/distributed/test_pretended_gpu.py` runs them without one, on a pretended GPU, with smaller jobs. It leaves out
+what `needs_card`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from card import COMPILED, DRIVER, KERNELS, MARKS, PRETENDED, needs_card
 from helpers import command, losses, records, resolved, run_dir, run_until, train, weights
 from lockstep.core import rng
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.model import whole
 from lockstep.core.world import World
@@ -37,21 +43,20 @@ from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 from lockstep.strategy.zero import FSDP
 from lockstep.telemetry.hardware import Gpus, watched_gpus
 from lockstep.training.resolved_job import plan_of
+from lockstep.training.train_step import TrainStep
 from lockstep.training.trainer import Trainer
 from processes import ended, processes, running, start, wait_for
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
+pytestmark = MARKS
 JOB = (
     "model=resnet18",
+    f"batch={16 if PRETENDED else 64}",
     "dataset.input_size=32",
     "steps=6",
     "launcher.ranks=1",
     "telemetry.interval=1",
     "optimizer=sgd",
-    "optimizer.lr=0.01",
+    f"optimizer.lr={0.001 if PRETENDED else 0.01}",  # small batches amplify a difference more
 )
 
 
@@ -84,6 +89,8 @@ def largest_difference(one: Path, other: Path) -> float:
 def test_one_nccl_rank_under_ddp_is_the_single_run(reference: Path, tmp_path: Path) -> None:
     folder = run(tmp_path / "run", "launcher=elastic", "strategy=ddp")
     assert "backend: nccl" in (folder / "config.yaml").read_text()
+    assert "1 process on" in (log := " ".join((folder / "train.log").read_text().split()))
+    assert " by DDP," in log
     assert largest_difference(reference, folder) < 1e-4
 
 
@@ -94,9 +101,9 @@ def test_one_nccl_rank_under_ddp_is_the_single_run(reference: Path, tmp_path: Pa
         (("precision=fp16",), 0.05),
         (("precision=tf32",), 0.01),
         (("model.channels_last=true",), 1e-3),
-        (("precision=bf16", "model.channels_last=true", "model.compile=true"), 0.1),
+        pytest.param(("precision=bf16", "model.channels_last=true", "model.compile=true"), 0.1, marks=COMPILED),
         (("loader=streaming", "loader.workers=2"), 1e-4),
-        (("strategy=dp",), 1e-4),
+        pytest.param(("strategy=dp",), 1e-4, marks=DRIVER),
     ],
 )
 def test_a_faster_way_gives_about_the_same_losses(
@@ -111,7 +118,8 @@ def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> No
     images = torch.randint(0, 256, (4096, 3, 32, 32), dtype=torch.uint8)
     split = ArraySplit(images, torch.zeros(4096, dtype=torch.int64))
     requests = [(0, torch.randperm(4096)[:512]) for _ in range(40)]
-    busy = torch.randn(4096, 4096, device="cuda")
+    side = 64 if PRETENDED else 4096
+    busy = torch.randn(side, side, device="cuda")
     sums = []
     for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"))(requests):
         for _ in range(4):
@@ -122,6 +130,7 @@ def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> No
         assert torch.equal(total.cpu(), images[indices].long().sum((1, 2, 3)))
 
 
+@COMPILED
 @pytest.mark.parametrize("mode", ["default", "reduce_overhead"])
 def test_what_is_counted_later_is_what_each_step_gave(reference: Path, tmp_path: Path, mode: str) -> None:
     compiled = ("model.compile=true", f"model.compile_mode={mode}")
@@ -173,6 +182,7 @@ def nccl_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@KERNELS
 @pytest.mark.usefixtures("nccl_group")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -222,21 +232,27 @@ def test_synchronised_batch_norm_takes_no_examples(dtype: torch.dtype) -> None:
 def test_neither_a_step_nor_a_log_point_waits_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: tuple[str, ...]
 ) -> None:
+    watched_steps = set[int]()
+
     def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(trainer: Trainer, *arguments: Any) -> Any:
-            # The first steps allocate, and the evaluation at the end of an epoch waits.
-            with never_waiting() if trainer.progress.step > 5 else nullcontext():
-                return method(trainer, *arguments)
+        def call(self: TrainStep | Trainer, at: Shard | int, *arguments: Any) -> Any:
+            step = at if isinstance(at, int) else at.step
+            if step <= 5:  # the first steps allocate
+                return method(self, at, *arguments)
+            watched_steps.add(step)
+            with never_waiting():
+                return method(self, at, *arguments)
 
         return call
 
-    for name in ("step", "log"):
-        monkeypatch.setattr(Trainer, name, watched(getattr(Trainer, name)))
+    for owner, name in ((TrainStep, "__call__"), (Trainer, "log")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     every = ("telemetry.interval=4", "train.eval_every=100%", "checkpoint.every=100%")
     run_until(World.solo("cuda:0"), run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing), None)
+    assert len(watched_steps) > 30
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILED)])
 @pytest.mark.parametrize("policy", [RandAugment, TrivialAugment, TimmRandAugment, AugMix, ThreeAugment])
 def test_a_policy_is_that_of_the_cpu_and_never_waits_for_the_device(policy: Any, compiled: bool) -> None:
     images = torch.randint(256, (200, 3, 40, 40), dtype=torch.uint8)
@@ -261,6 +277,7 @@ def test_resized_crops_are_those_of_the_cpu_and_never_wait_for_the_device(interp
     assert (actual.cpu().int() - expected.int()).abs().max() <= 2
 
 
+@needs_card("there is no nvidia-smi")
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
     (uuid,) = watched_gpus(nn.Linear(1, 1), World.solo("cuda:0"))
     gpus = Gpus([uuid], tmp_path / "gpu.jsonl")
@@ -281,7 +298,7 @@ def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
 
 
 def test_a_run_writes_gpu_figures_once_a_second(tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", "steps=2000", "launcher=inline")
+    folder = run(tmp_path / "run", f"steps={20 if PRETENDED else 2000}", "launcher=inline")
     lines = [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
     assert lines
     assert set(lines[0]) >= {"time", "step", "local_rank", "uuid", "util", "mem_gb", "power_w", "temp_c", "sm"}
@@ -290,8 +307,9 @@ def test_a_run_writes_gpu_figures_once_a_second(tmp_path: Path) -> None:
 
 
 # Images of noise in three batches an epoch. Of several virtual shards CUDA graphs know nothing, so there is one.
+BATCH, SHORT = (8, 3) if PRETENDED else (128, 44)
 NOISE = (
-    *("dataset=fake", "dataset.size=32", "dataset.classes=10", "dataset.examples=384", "batch=128"),
+    *("dataset=fake", "dataset.size=32", "dataset.classes=10", f"dataset.examples={3 * BATCH}", f"batch={BATCH}"),
     *("optimizer=sgd", "optimizer.lr=0.01", "schedule=constant", "launcher=inline", "checkpoint.every=100%"),
 )
 STRICT = (*NOISE, "model=test_resnet", "strategy=strict", "strategy.shards=1")
@@ -331,7 +349,7 @@ def test_a_strict_run_has_the_same_bits_twice(tmp_path: Path, model: str) -> Non
         (),
         ("model.channels_last=true",),
         ("precision=fp16",),
-        ("model.compile=true", "model.compile_mode=reduce_overhead"),
+        pytest.param(("model.compile=true", "model.compile_mode=reduce_overhead"), marks=COMPILED),
     ],
 )
 def test_a_resume_ends_with_the_bits_of_the_run_that_was_not_stopped(
@@ -346,8 +364,8 @@ def test_a_resume_ends_with_the_bits_of_the_run_that_was_not_stopped(
 def test_a_step_that_is_replayed_is_the_step_that_is_launched(tmp_path: Path, optimizer: str) -> None:
     # Two full batches and a short one in an epoch, in micro-batches, with a rate that changes at each step.
     job = (
-        *("model=digitnet", "dataset.examples=300", "train.micro_batches=2", "train.ema=0.9", "precision=fp64"),
-        *(f"optimizer={optimizer}", "schedule=cosine", "steps=7"),
+        *("model=digitnet", f"dataset.examples={2 * BATCH + SHORT}", "train.micro_batches=2", "train.ema=0.9"),
+        *(f"optimizer={optimizer}", "schedule=cosine", "steps=7", "precision=fp64"),
     )
     launched = noise(tmp_path / "launched", *job)
     replayed = noise(tmp_path / "replayed", *job, "train.cuda_graph=true")
@@ -357,7 +375,7 @@ def test_a_step_that_is_replayed_is_the_step_that_is_launched(tmp_path: Path, op
 
 def test_a_resume_of_replayed_steps_has_the_bits_of_the_whole_run(tmp_path: Path) -> None:
     # The matrix products of a linear layer add in one order only.
-    job = ("model=linear", "dataset.examples=300", "train.ema=0.9", "train.cuda_graph=true")
+    job = ("model=linear", f"dataset.examples={2 * BATCH + SHORT}", "train.ema=0.9", "train.cuda_graph=true")
     whole = noise(tmp_path / "whole", *job, "steps=7")
     noise(tmp_path / "resumed", *job, "steps=4")
     assert_same_bits(noise(tmp_path / "resumed", *job, "steps=7"), whole)
@@ -410,6 +428,7 @@ def test_ddp_in_a_group_of_one_has_the_gradients_of_the_bare_model(hook: str) ->
     torch.testing.assert_close(gradient(replica), expected, rtol=0, atol=2 * eps * expected.abs().max().item())
 
 
+@needs_card("torch makes the parts of `fully_shard` below the calls that it sees")
 @pytest.mark.usefixtures("nccl_group")
 def test_fsdp_in_a_group_of_one_has_the_gradients_of_the_bare_model() -> None:
     job = resolved("model=digitnet", "model.dropout=0")
@@ -432,6 +451,7 @@ def of_two_ranks(folder: Path, *overrides: str) -> Path:
     return folder
 
 
+@DRIVER
 def test_a_pipeline_of_two_stages_on_a_gpu_is_one_rank(tmp_path: Path) -> None:
     job = ("model=test_resnet", "dataset.examples=33", "dataset.size=64", "batch=16", "train.micro_batches=3")
     one = noise(tmp_path / "one", *job, "precision=fp64", "steps=3")
@@ -456,8 +476,10 @@ def test_two_ranks_that_share_a_gpu_over_gloo_are_one_also_with_an_empty_shard(
     assert largest_difference(one, two) < bound
 
 
+@needs_card("there is no allocator with a limit")
 def test_a_batch_that_does_not_fit_is_said_with_a_remedy_that_works(tmp_path: Path) -> None:
-    job = ("device=cuda", *NOISE, "model=resnet18", "dataset.size=224", "batch=256", "steps=2")
+    # Resident images would have a share of the whole card kept free for them.
+    job = ("device=cuda", *NOISE, "loader=streaming", "model=resnet18", "dataset.size=224", "batch=256", "steps=2")
     torch.cuda.empty_cache()
     # The allocator is given little, which is to it as a small card.
     torch.cuda.set_per_process_memory_fraction(2e9 / torch.cuda.get_device_properties(0).total_memory)

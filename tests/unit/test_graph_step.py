@@ -1,23 +1,15 @@
-"""`train.cuda_graph` on a CPU, where a tape stands for the CUDA graph and is as strict.
-
-The tape records torch's operations with their tensors and numbers, and a replay does them again in the same memory.
-So whatever Python computed in the recorded step (a learning rate, an epoch, an `if`) would come back at every step,
-as it would from a graph. What CUDA itself refuses to record is for tests/gpu.
-"""
+"""`train.cuda_graph` on a CPU, where a tape stands for the CUDA graph. What CUDA itself refuses is for tests/gpu."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from helpers import losses, train_here, weights
 from lockstep.core.errors import InputError
@@ -25,48 +17,7 @@ from lockstep.models.nets import MaxPoolTo
 from lockstep.training import experiment, graph_step, train_step
 from lockstep.training.graph_step import REPLAYS_AHEAD, CudaGraph, GraphStep, reading_rates
 from lockstep.training.train_step import set_learning_rate
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class Tape(TorchDispatchMode):
-    """The methods of `CudaGraph`, for operations below autograd on a CPU."""
-
-    replays: ClassVar[list[int]] = []  # of each tape
-    waits = torch.ops.aten._local_scalar_dense.default
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.number = len(Tape.replays)
-        Tape.replays.append(0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tape.waits:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        results = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, tensors(results)))
-        return results
-
-    def warm_up(self, function: Callable[[], None]) -> None:
-        function()
-
-    def record(self, function: Callable[[], None]) -> None:
-        with self:
-            try:
-                function()
-            except RuntimeError as error:
-                raise RuntimeError("operation failed due to a previous error during capture") from error
-
-    def replay(self) -> None:
-        Tape.replays[self.number] += 1
-        with torch.no_grad():
-            for func, args, kwargs, recorded in self.calls:
-                for tensor, result in zip(recorded, tensors(func(*args, **kwargs)), strict=True):
-                    if tensor.data_ptr() != result.data_ptr():  # neither a view nor in place
-                        tensor.copy_(result)
+from tape import Tape
 
 
 def round_rates(optimizer: Optimizer, lr: float) -> None:
