@@ -373,9 +373,9 @@ def compare(*paths: str | Path, by: Sequence[str] = (), sort: str | None = None,
     there are no runs, or one is damaged.
     """
     from lockstep.core.table import json_lines
-    from lockstep.report.compare import compared
+    from lockstep.report.compare import compare_runs
 
-    _, rows, damaged = compared([str(path) for path in paths], by=by, sort=sort, columns=columns)
+    _, rows, damaged, _ = compare_runs([str(path) for path in paths], by=by, sort=sort, columns=columns)
     if damaged:
         raise InputError(*damaged)
     return Rows(json.loads("\n".join(json_lines(rows))))

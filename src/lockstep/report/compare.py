@@ -98,11 +98,10 @@ def compare(
 
     `columns` are the figures to show in the place of the score and the metrics, or some of the keys.
     """
-    runs, rows, damaged = compared(paths, by=by, sort=sort, columns=columns)
-    two = are_two(paths, runs, by, columns, damaged)
+    runs, rows, damaged, lists_causes = compare_runs(paths, by=by, sort=sort, columns=columns)
     if form in ("csv", "json"):
         show_rows(rows, form)
-    elif two:
+    elif lists_causes:
         _show_causes(runs, rows, form)
     else:
         show_groups(runs, rows, columns, form=form, differences=not columns)
@@ -113,25 +112,19 @@ def compare(
         raise InputError(*damaged)
 
 
-def compared(
+def compare_runs(
     paths: Sequence[str], *, by: Sequence[str] = (), sort: str | None = None, columns: Sequence[str] = ()
-) -> tuple[list[Run], list[Row], list[str]]:
-    """The runs that `compare` reads, its rows, and what is damaged."""
+) -> tuple[list[Run], list[Row], list[str], bool]:
+    """The runs that `compare` reads, its rows, what is damaged, and whether the rows are causes, not scores."""
     read = [run for path in paths for run in read_runs(existing(path))]
     runs = list({run.folder.resolve(): run for run in read}.values())
     runs = [run for run in runs if "rung" not in run.typed_values] or runs  # rungs have their own table
     damaged = [*dict.fromkeys(run.error for run in runs if run.state == State.damaged)]
-    two = are_two(paths, runs, by, columns, damaged)
-    rows = causes(runs) if two else groups(runs, by, [*columns, *([sort] if sort else [])])
+    lists_causes = len(runs) == len(paths) == 2 and not (by or columns or damaged)
+    rows = causes(runs) if lists_causes else groups(runs, by, [*columns, *([sort] if sort else [])])
     check_columns("--columns", columns, rows)
-    return runs, rows if sort is None else ordered(rows, sort, directions_of(runs)), damaged
-
-
-def are_two(
-    paths: Sequence[str], runs: Sequence[Run], by: Sequence[str], columns: Sequence[str], damaged: Sequence[str]
-) -> bool:
-    """Whether the comparison lists the differences between two runs, and not their scores."""
-    return len(runs) == len(paths) == 2 and not (by or columns or damaged)
+    rows = rows if sort is None else ordered(rows, sort, directions_of(runs))
+    return runs, rows, damaged, lists_causes
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:
