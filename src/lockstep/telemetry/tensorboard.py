@@ -174,8 +174,6 @@ class TensorBoardWriter(Observer):
         predictions, self.pending = self.pending, None
         if predictions is None or self.failed:
             return
-        from torch.utils.tensorboard.summary import histogram
-
         step = predictions.step
         with self._tolerating_errors():
             file = self._file(VAL_FOLDER)
@@ -184,11 +182,11 @@ class TensorBoardWriter(Observer):
             if predictions.confusion:
                 file.add_picture("images/confusion", pictures.heat(predictions), step)
             for name, counts in zip(predictions.names, predictions.curves, strict=False):
-                file.add(pr_curve(f"precision_recall/{name}", counts), step)
+                file.add_pr_curve(f"precision_recall/{name}", counts, step)
             for name, weight in self.model.named_parameters() if self.model is not None else ():
                 local = getattr(weight, "_local_tensor", weight).detach().float().cpu().numpy()
                 if local.size and np.isfinite(local).all():
-                    file.add(histogram(f"weights/{name}", local, BUCKETS), step)
+                    file.add(file.summaries.histogram(f"weights/{name}", local, BUCKETS), step)
         self.pictured = time.monotonic()
 
     def end(self, outcome: Outcome) -> None:
@@ -223,7 +221,9 @@ class EventFile:
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary
 
+        self.summaries = summary
         make_folder(folder)
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -242,24 +242,19 @@ class EventFile:
 
     def add_text(self, title: str, text: str, step: int) -> None:
         """Write a text about the run: in Markdown a block of code, whatever it has in it."""
-        from torch.utils.tensorboard import summary
-
         lines = "\n".join(f"    {line}" for line in escaped(text).splitlines())
-        self.add(summary.text(f"run/{title}", lines), step)
+        self.add(self.summaries.text(f"run/{title}", lines), step)
 
     def add_picture(self, tag: str, png: bytes, step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        summary = self.summaries.Summary
+        image = summary.Image(encoded_image_string=png, colorspace=3)
+        self.add(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
-        image = Summary.Image(encoded_image_string=png, colorspace=3)
-        self.add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+    def add_pr_curve(self, tag: str, counts: Sequence[Sequence[int]], step: int) -> None:
+        """Write the curve of precision over recall of a class, from its `Predictions.curves`."""
+        hits, false, precision, recall = pictures.precision_recall(counts)
+        negatives = false[0] - false, hits[0] - hits
+        self.add(self.summaries.pr_curve_raw(tag, hits, false, *negatives, precision, recall, BINS), step)
 
     def close(self) -> None:
         self.file.close()
-
-
-def pr_curve(tag: str, counts: Sequence[Sequence[int]]) -> Any:
-    """The `Summary` of the curve of precision over recall of a class, from its `Predictions.curves`."""
-    from torch.utils.tensorboard.summary import pr_curve_raw
-
-    hits, false, precision, recall = pictures.precision_recall(counts)
-    return pr_curve_raw(tag, hits, false, false[0] - false, hits[0] - hits, precision, recall, num_thresholds=BINS)

@@ -41,9 +41,8 @@ def shard_indices(
     per_epoch = plan.steps_per_epoch
     for epoch in range(plan.epoch(after + 1), plan.epoch(plan.total_steps) + 1):
         order = order_of(epoch).to(device) if order_of else permutation(seed, epoch, plan.examples, device)
-        before = epoch * per_epoch
-        for step in range(max(after, before) + 1, min(before + per_epoch, plan.total_steps) + 1):
-            start = (step - before - 1) * plan.batch
+        for step in range(max(after, epoch * per_epoch) + 1, min((epoch + 1) * per_epoch, plan.total_steps) + 1):
+            start = (step - 1 - epoch * per_epoch) * plan.batch
             global_batch = order[start : start + plan.batch]
             count = global_batch.shape[0]
             own = share(count, ranks, rank)
