@@ -33,9 +33,10 @@ from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.tasks import Multiclass
 from lockstep.training import trainer as training
+from lockstep.training.averages import EMA
 from lockstep.training.experiment import inputs_of
 from lockstep.training.network import Freezing
-from lockstep.training.train_state import EMA, Progress, TrainState
+from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.train_step import TrainStep
 from lockstep.training.trainer import Trainer, copy_all
 from thread_ranks import ThreadRanks
