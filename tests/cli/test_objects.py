@@ -261,3 +261,28 @@ def test_objects_of_options_are_their_words(tmp_path: Path) -> None:
     run = lockstep.train(["device=cpu", "steps=1", f"output_root={tmp_path}"], **objects)
     words = ["optimizer=sgd", "optimizer.lr=0.5", "optimizer.nesterov=true", 'logger=["jsonl", "tensorboard"]']
     assert Run(run.folder).overrides[:4] == words
+
+
+class Flat(torch.nn.Module):
+    """Pixels as outputs, without a parameter."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 11)),
+            r"Sequential returns \[11\] .* expected \[10\]",
+        ),
+        (torch.nn.Linear(8, 8), r"the model Linear returns \[1, 8, 8\] for an example, expected \[10\]"),
+        (Flat(), "the model Flat has no parameter that requires a gradient"),
+    ],
+)
+def test_a_network_whose_outputs_are_not_the_classes_is_refused_before_the_first_step(
+    model: torch.nn.Module, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(lockstep.InputError, match=sentence):
+        lockstep.train(["steps=2", f"output_root={tmp_path}"], model=model, verbose=False)

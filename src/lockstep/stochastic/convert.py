@@ -34,14 +34,19 @@ OWN_FORWARD = {"timm.layers.drop.DropBlock2d": drop_block}
 
 @dataclass(frozen=True)
 class ForwardDraws:
-    """The random draws of a model's training forward pass: the `keys` of all keyed draws, and the names of modules
-    (`unknown`) that draw without keys.
+    """The random draws of a model's training forward pass.
+
+    Fields:
+        keys: of all keyed draws.
+        unknown: the names of modules that draw without keys.
+        outputs: the shape of what the model returned for an example; None if it was no tensor.
     """
 
     seed: int
     device: torch.device
     keys: ForwardKeys = field(default_factory=ForwardKeys)
     unknown: tuple[str, ...] = ()
+    outputs: tuple[int, ...] | None = None
 
     def keys_of(self, micro: Shard) -> tuple[Tensor, ...]:
         """The keys of a micro-batch's forward pass, int64 (b, 2); none for a model that draws nothing."""
@@ -100,11 +105,12 @@ def key_draws(model: nn.Module, image: Tensor, seed: int) -> ForwardDraws:
     with torch.no_grad(), untouched(model, image.device), observer.watch():
         keys.draws = MOST_DRAWS
         keys.set(torch.zeros((EXAMPLES, 2), dtype=torch.int64, device=image.device))
-        model(image.expand(EXAMPLES, *image.shape[1:]).contiguous())
+        outputs = model(image.expand(EXAMPLES, *image.shape[1:]).contiguous())
     keys.draws = observer.draws
     for module, sites in observer.sites.items():
         _draw_by_key(module, sites)
-    return ForwardDraws(seed, image.device, keys, tuple(observer.unknown))
+    shape = tuple(outputs.shape[1:]) if isinstance(outputs, Tensor) else None
+    return ForwardDraws(seed, image.device, keys, tuple(observer.unknown), shape)
 
 
 def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:

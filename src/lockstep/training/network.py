@@ -109,6 +109,8 @@ def frozen_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
             raise _unknown(model, pattern)
         frozen |= fitting
     if all(name in frozen for name, parameter in model.named_parameters() if parameter.requires_grad):
+        if not frozen:
+            raise InputError(f"the model {type(model).__name__} has no parameter that requires a gradient")
         raise InputError(f"train.freeze is [{','.join(patterns)}], which leaves nothing to train; freeze less")
     return frozenset(frozen)
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.reading import LoadedCheckpoint, check_fingerprint, load_newest
 from lockstep.checkpoint.writing import Checkpointer
-from lockstep.config.options import is_ours
+from lockstep.config.options import is_ours, option_name
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, shown
 from lockstep.core.model import infinite_buffers
 from lockstep.core.model_card import CLASSES, ModelCard
 from lockstep.core.plan import Plan
@@ -157,6 +157,8 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     precision, strategy = job.precision, job.strategy
     shape = job.train_shape
     model: nn.Module = job.model.build(job.dataset.classes, job.dataset.input_shape)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model={option_name(type(job.model))}: its build returns {shown(model)}, expected a module")
     job.model.initialise(model, images)
     infinite = infinite_buffers(model)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
@@ -173,6 +175,11 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
     blank = blank.to(memory_format=job.model.memory_format)
     draws = key_draws(model, blank[:1], job.seed)
+    if is_ours(type(job.task)) and draws.outputs not in (None, (job.dataset.classes,)):
+        raise InputError(
+            f"the model {type(model).__name__} returns {list(draws.outputs)} for an example, expected "
+            f"[{job.dataset.classes}], one output for each of the {job.task.targets} of the data set"
+        )
     if until is None:
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.averages else None
