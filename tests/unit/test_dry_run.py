@@ -168,7 +168,7 @@ def test_a_step_fits_if_it_has_room_in_a_ranks_share_of_the_memory_beside_what_i
     assert resource.getrlimit(resource.RLIMIT_AS) == limits, "training itself is not bounded"
 
 
-def evaluate() -> None:
+def evaluate_model() -> None:
     """Run out of memory in a frame of the name of an evaluation."""
     raise MemoryError
 
@@ -180,7 +180,7 @@ def train() -> None:
 @pytest.mark.parametrize(
     ("place", "room", "sentence"),
     [
-        (evaluate, PLENTY, r"^out of memory in the evaluation after step 6; use train\.eval_batch=50$"),
+        (evaluate_model, PLENTY, r"^out of memory in the evaluation after step 6; use train\.eval_batch=50$"),
         (train, PLENTY, r"at step 7 with micro-batches of 22 examples; train\.micro_batches=4 fits"),
         (train, 1, r"at step 7 with micro-batches of 22 examples; not even single examples fit"),
     ],

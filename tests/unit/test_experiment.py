@@ -306,5 +306,6 @@ def test_a_compiled_float32_model_is_told_of_the_tensor_cores_that_it_leaves_idl
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     job, record = resolved(*words, "device=cpu"), RunRecord(RunDir(tmp_path), World.solo("cuda:0"))
     state: Any = SimpleNamespace(model=None, notes=[])
-    notes = record._notes(job, SimpleNamespace(plan=plan_of(job, 100)), state)  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(plan=plan_of(job, 100), train=SimpleNamespace(labels=torch.arange(10)))
+    notes = record._notes(job, data, state)
     assert any("without tensor cores; precision=tf32 uses them" in note for note in notes) == says
