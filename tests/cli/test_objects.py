@@ -256,36 +256,6 @@ def test_a_wrong_object_is_refused(objects: dict[str, Any], sentence: str) -> No
         lockstep.train(["model=linear"] if "DigitNet" in str(objects) else [], **objects)
 
 
-class Outputs(torch.nn.Module):
-    """A network for the digits that has been built for other data."""
-
-    def __init__(self, outputs: int, wrap: bool) -> None:
-        super().__init__()
-        self.head, self.wrap = torch.nn.Linear(64, outputs), wrap
-
-    def forward(self, images: torch.Tensor) -> Any:
-        logits = self.head(images.flatten(1))
-        return {"logits": logits} if self.wrap else logits
-
-
-@pytest.mark.parametrize(
-    ("model", "given"),
-    [
-        (Outputs(1000, wrap=False), r"a tensor of shape \(1, 1000\)"),
-        (Outputs(1, wrap=False), r"a tensor of shape \(1, 1\)"),
-        (Outputs(10, wrap=True), "an object of dict"),
-    ],
-    ids=["more", "one", "a dictionary"],
-)
-def test_a_model_without_one_output_for_each_class_is_refused(model: Outputs, given: str, tmp_path: Path) -> None:
-    sentence = (
-        rf"the model gives {given} for one image, expected a tensor of shape \(1, 10\), because the data set has"
-    )
-    with pytest.raises(lockstep.InputError, match=sentence):
-        lockstep.train(["device=cpu", "steps=1", f"output_root={tmp_path}"], model=model)
-    assert not [*tmp_path.iterdir()]
-
-
 def test_objects_of_options_are_their_words(tmp_path: Path) -> None:
     objects = {"optimizer": SGD(lr=0.5, nesterov=True), "logger": [JSONL(), TensorBoard()]}
     run = lockstep.train(["device=cpu", "steps=1", f"output_root={tmp_path}"], **objects)

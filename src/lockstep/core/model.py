@@ -35,8 +35,8 @@ def model_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def forward_on_meta(model: nn.Module, input_shape: tuple[int, ...]) -> Any:
-    """The output of a model for a blank image of torch's meta device, in evaluation mode: nothing is computed."""
+def forward_on_meta(model: nn.Module, input_shape: tuple[int, ...]) -> None:
+    """Run a model on a blank image of torch's meta device, in evaluation mode: nothing is computed or changed."""
     # Each tensor where its module holds it, once: `functional_call` would leave a module that several parts share on
     # the meta device, if it were named by each of them.
     shapes = {
@@ -48,7 +48,7 @@ def forward_on_meta(model: nn.Module, input_shape: tuple[int, ...]) -> Any:
     dtype = next((tensor.dtype for tensor in shapes.values() if tensor.is_floating_point()), torch.float32)
     image = torch.empty((1, *input_shape), device="meta", dtype=dtype)
     with model_mode(model, training=False), torch.no_grad():
-        return torch.func.functional_call(model, shapes, (image,), tie_weights=False)
+        torch.func.functional_call(model, shapes, (image,), tie_weights=False)
 
 
 def has_batchnorm(model: nn.Module) -> bool:

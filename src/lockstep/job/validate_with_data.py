@@ -5,13 +5,10 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.config.extensions import is_object
-from lockstep.config.options import is_ours
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import local_size
-from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import CLASSES, LABELS, NAMES_LIMIT, VALUES
 from lockstep.core.plan import Plan
 from lockstep.core.tags import Monitor
@@ -61,28 +58,9 @@ def check_memory(job: ResolvedJob, plan: Plan) -> None:
     on_cpu = job.device == "cpu"
     if not job.model.has_usual_size or max(job.dataset.input_shape) > LARGE_SIDE:  # to import timm takes seconds
         copies = local_size(job.launcher.ranks) * (1 + on_cpu)  # the gradients are on the device
-        model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
-        check_model_size(model, copies)
-        if is_ours(type(job.task)) and (is_object(job.model) or not is_ours(type(job.model))):
-            _check_outputs(job, model)
+        check_model_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
     for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
         check_room(purpose, size, remedy)
-
-
-def _check_outputs(job: ResolvedJob, model: nn.Module) -> None:
-    """Refuse a model of the user's that does not give an image one output for each class, label or value."""
-    try:
-        output = forward_on_meta(model, job.dataset.input_shape)
-    except Exception:  # any error of the user's code; the first step shows it
-        return
-    outputs = job.dataset.classes
-    if not isinstance(output, Tensor) or output.shape != (1, outputs):
-        is_tensor = isinstance(output, Tensor)
-        given = f"a tensor of shape {(*output.shape,)}" if is_tensor else f"an object of {type(output).__name__}"
-        raise InputError(
-            f"the model gives {given} for one image, expected a tensor of shape (1, {outputs}), because the data set "
-            f"has {outputs} {job.task.targets}; build it with {outputs} outputs"
-        )
 
 
 def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
