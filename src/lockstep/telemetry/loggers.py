@@ -55,7 +55,7 @@ class WandB(Logger):
     def build(self, run: RunInfo) -> Observer:
         from lockstep.telemetry.trackers import WandBRun  # few jobs have a tracker
 
-        return WandBRun(self, run)
+        return WandBRun(run, project=self.project, entity=self.entity, mode=self.mode)
 
 
 @option("logger")
@@ -77,7 +77,7 @@ class MLflow(Logger):
         from lockstep.telemetry.trackers import MLflowRun  # few jobs have a tracker
 
         try:
-            return MLflowRun(self, run)
+            return MLflowRun(run, experiment=self.experiment, folder=self.folder)
         except MlflowException as error:
             raise InputError(
                 f"logger.mlflow: MLflow cannot begin the run ({error}); check logger.mlflow.* and MLFLOW_TRACKING_URI"

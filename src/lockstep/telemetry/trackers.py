@@ -16,7 +16,6 @@ from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import append, check_names, locked, make_folder, storing
-from lockstep.telemetry.loggers import MLflow, WandB
 
 PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
@@ -39,18 +38,18 @@ class WandBRun(Observer):
     into it, because W&B loses unwritten steps when it is killed. So the newest folder has the whole run.
     """
 
-    def __init__(self, logger: WandB, run: RunInfo) -> None:
+    def __init__(self, run: RunInfo, *, project: str | None, entity: str | None, mode: str | None) -> None:
         import wandb
 
         if "WANDB_DIR" not in os.environ:
             with storing(folder := Path(run.config["output_root"], "wandb")):
                 make_folder(folder)
-        mode: Any = logger.mode or os.environ.get("WANDB_MODE") or "offline"
+        chosen: Any = mode or os.environ.get("WANDB_MODE") or "offline"
         try:
             self.run = wandb.init(
-                project=logger.project or os.environ.get("WANDB_PROJECT") or PROJECT,
-                entity=logger.entity,
-                mode=mode,
+                project=project or os.environ.get("WANDB_PROJECT") or PROJECT,
+                entity=entity,
+                mode=chosen,
                 id=run.id,
                 name=os.environ.get("WANDB_NAME", run.name),
                 # What is not set is W&B's: `WANDB_TAGS`, `WANDB_NOTES` and `WANDB_RUN_GROUP`.
@@ -69,7 +68,7 @@ class WandBRun(Observer):
                 f"logger.wandb: W&B cannot begin the run ({error}); use logger.wandb.mode=offline"
             ) from error
 
-        if mode == "offline":
+        if chosen == "offline":
             for step, scalars in read_figures(run.run_dir.metrics, run.after):
                 self.write(step, scalars)
 
@@ -94,26 +93,26 @@ class WandBRun(Observer):
 class MLflowRun(Observer):
     """The run at MLflow. Every figure is written once, however often the run is killed and resumed."""
 
-    def __init__(self, logger: MLflow, run: RunInfo) -> None:
+    def __init__(self, run: RunInfo, *, experiment: str | None, folder: str | None) -> None:
         from mlflow import MlflowClient
 
-        experiment = logger.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        store = "" if logger.folder else os.environ.get("MLFLOW_TRACKING_URI", "")
+        name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        store = "" if folder else os.environ.get("MLFLOW_TRACKING_URI", "")
         root = Path(run.config["output_root"])
-        folder = root if store else Path(logger.folder or root / "mlflow").expanduser().absolute()
+        place = root if store else Path(folder or root / "mlflow").expanduser().absolute()
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
-        with storing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            make_folder(folder)
-        check_names(folder, "*mlflow.[dl]*")
-        with locked(folder / ".mlflow.lock", waits=True):  # two jobs must not both make the tables
+        with storing(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(place)
+        check_names(place, "*mlflow.[dl]*")
+        with locked(place / ".mlflow.lock", waits=True):  # two jobs must not both make the tables
             if not store:
-                append(folder / "mlflow.db").close()  # SQLite would allow no group to write
-            self.store = store or f"sqlite:///{folder / 'mlflow.db'}"
+                append(place / "mlflow.db").close()  # SQLite would allow no group to write
+            self.store = store or f"sqlite:///{place / 'mlflow.db'}"
             self.client = MlflowClient(tracking_uri=self.store)
-            known = self.client.get_experiment_by_name(experiment)
-            place = None if store else (folder / "artifacts").as_uri()
-            number = known.experiment_id if known else self.client.create_experiment(experiment, place, tags=KIND)
+            known = self.client.get_experiment_by_name(name)
+            artifacts = None if store else (place / "artifacts").as_uri()
+            number = known.experiment_id if known else self.client.create_experiment(name, artifacts, tags=KIND)
             self.id = self._run(number, run)
         for key, text in annotations_of(run.config).items():
             self.client.set_tag(self.id, "mlflow.note.content" if key == "notes" else key, text)
