@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -103,6 +105,19 @@ def test_the_training_split_and_other_data_are_evaluated_too(place: Path, tmp_pa
     assert "3 images of the evaluation split" in done.out, done.err
     cat = json.loads((tmp_path / "evaluation.json").read_text())["classes"][0]
     assert cat == {"name": "cat", "images": 0, "top1": None}
+
+
+def test_an_evaluation_of_a_share_of_other_data_says_so_and_its_words_take_all(place: Path, tmp_path: Path) -> None:
+    for number, name in itertools.product(range(4), ("cat", "dog")):
+        photo(tmp_path / name / f"{number}.png", number, 60)
+    words = ("evaluate", "outputs/pets", f"dataset.path={tmp_path}", "--out", str(tmp_path))
+    part = used(place, *words)
+    assert "2 images of the evaluation split" in part.out
+    assert "the val split is a share of these images, by dataset.val_share=0.1; " in part.err
+    proposed = re.findall(r"dataset\.\w+_folder=\.", part.err)
+    every = used(place, *words, *proposed)
+    assert "8 images of the evaluation split" in every.out
+    assert "val_share" not in every.err + used(place, "evaluate", "outputs/pets", "--out", str(tmp_path)).err
 
 
 def test_a_run_keeps_the_evaluation_of_its_own_data_and_every_evaluation_says_its_data(

@@ -77,10 +77,14 @@ def evaluate(
     predictor = load_predictor(file, device=device)
     say_which(file, card := predictor.card)
     chosen, source = split_for(predictor, run, overrides, split)
+    sha256 = fingerprint_of(source)
+    is_other = card.trained_on.get("sha256") not in (None, sha256)
+    for note in [*source.notes(), *share_note(source, split)] if is_other else ():  # a run has said those of its own
+        log.note(f"warning: {note}")
     evaluation = evaluated([(predictor, chosen)])
     facts = {"weights": file.name, "step": card.step, "dataset": type(source).__name__, "split": split}
     place = source.path and str(Path(source.path).absolute())
-    facts["data"] = {"path": place, "overrides": [*overrides], "sha256": fingerprint_of(source)}
+    facts["data"] = {"path": place, "overrides": [*overrides], "sha256": sha256}
     facts |= evaluation.facts()
     if form == "table":
         name = SPLIT_NAMES[split]
@@ -214,6 +218,14 @@ def split_for(
         if isinstance(threads, int):  # the last bits of a sum depend on it
             torch.set_num_threads(min(threads, cores()))
     return EvaluatedSplit(examples, labels, config.get("metric")), source
+
+
+def share_note(source: Source, split: str) -> list[str]:
+    """A sentence if the split of other data than the run's is only a share of them."""
+    if split == "test" or (share := source.located().val_share) is None:
+        return []
+    every = "; dataset.train_folder=. dataset.val_folder=. takes all" if source.part == "folder" else ""
+    return [f"the {split} split is a share of these images, by dataset.val_share={share:g}{every}"]
 
 
 def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
