@@ -40,6 +40,9 @@ model=resnet18,resnet34 -> -m model=resnet18,resnet34
 --cfg -> --cfg job
 train.freeze_until=2ep -> train.freeze=[backbone]
 budget.usd=5 -> budget.hours
+metric=[f1, auroc] -> 'metric=[f1, auroc]'
+train.freeze=[ layer1, layer2 ] -> 'train.freeze=[ layer1, layer2 ]'
+'optimizer.lr=1e-3 epochs=2' -> optimizer.lr=1e-3 epochs=2
 """)
 # Misspelt names: the answer names them in quotes.
 NAMES = rows("""

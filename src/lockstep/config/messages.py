@@ -50,6 +50,8 @@ def translate(error: BaseException) -> LockstepError | None:
         if not sign and group in (field.name for field in dataclasses.fields(Job)):
             value = LATEST if group in ("resume", "init_from") else "VALUE"
             return InputError(f"{group} has no value, expected {group}={value}")
+        if sign and (proposal := _quoted(error.override)):
+            return InputError(f"{shown(error.override)} cannot be read; quotes reach around one override: {proposal}")
         return InputError(
             f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or "
             f"accents needs quotes that reach the program: \"KEY='a, b'\""
@@ -99,6 +101,17 @@ def _joined(word: str) -> str:
         return suggest.suggest_override(word, value)
     plain = f"{word}={value}"
     return shell_command([plain if parsed(plain) is not None else override(word, value)])
+
+
+def _quoted(word: str) -> str:
+    """The overrides for a value that spaces cut into words, or for words within one pair of quotes; else empty."""
+    parts = word.split()
+    if len(parts) > 1 and all("=" in part and parsed(part) is not None for part in parts):
+        return shell_command(parts)
+    words = sys.argv[1:]
+    rest = words[words.index(word) :] if word in words else []
+    wholes = (" ".join(rest[:end]) for end in range(2, len(rest) + 1))
+    return next((shell_command([whole]) for whole in wholes if parsed(whole) is not None), "")
 
 
 def translate_before_job(error: BaseException) -> LockstepError | None:
