@@ -327,7 +327,7 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     pack_command = functools.partial(forked, "lockstep", "pack")
     done = pack_command(folder.path, str(tmp_path / "new"), "--size", "8")
     assert done.code == 0, done.err
-    assert f"packed 159 images, 0.00 GB; train with dataset=packed dataset.path={tmp_path}/new" in done.out
+    assert f"packed 159 images, 31 kB; train with dataset=packed dataset.path={tmp_path}/new" in done.out
     assert (tmp_path / "new" / "train.images").read_bytes() == (target / "train.images").read_bytes()
     checked = pack_command("--check", str(tmp_path / "new"))
     assert checked.out == f"{tmp_path}/new is complete: every file matches its sha256\n"

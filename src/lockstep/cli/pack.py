@@ -14,7 +14,7 @@ from lockstep.core.data_protocols import splits_of
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import packed
 from lockstep.job.prepare import job_here
-from lockstep.runtime.host import cores
+from lockstep.runtime.host import cores, format_bytes
 from lockstep.telemetry.progress import progress
 
 
@@ -45,10 +45,10 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
         broken = packed.pack_source(source, Path(target).absolute(), threads=cores(), advanced=advance)
     for image in broken:
         log.warn(f"{image.failure}: skipped")
-    gigabytes = images * math.prod(source.image_shape) / 1e9
+    stored = format_bytes(images * math.prod(source.image_shape))
     task = [word for word in words if key_of(word) == "task"]
     line = shell_command(["dataset=packed", override("dataset.path", target), *task])
-    log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {line}")
+    log.say(f"packed {images - len(broken):,} images, {stored}; train with {line}")
     if source.crops_files:
         size = source.image_shape[1]
         log.say(
