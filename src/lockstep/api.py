@@ -112,6 +112,7 @@ def train(
     sleep_soon()
     from lockstep.runtime.guest import guest
 
+    _check_words(overrides)
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
     with guest(), ExitStack() as ending:
         parts = {"model": model, "dataset": dataset, "loss": loss, **options}
@@ -146,6 +147,7 @@ def sweep(
             and its class is the one that `lockstep.train` raises for the first.
     """
     _check_caller("sweep")
+    _check_words(overrides)
     if flags := [word for word in overrides if word.startswith("-")]:
         raise InputError(f"{shown(flags[0])} is a flag, expected KEY=VALUE")
     from lockstep.cli.sweep import run_sweep
@@ -156,6 +158,12 @@ def sweep(
         words, objects = _prepared(ending, overrides, extensions, verbose, parts)
         folder = run_sweep(words, objects, verbose=verbose)
     return runs(folder)
+
+
+def _check_words(overrides: Sequence[str]) -> None:
+    """Raise InputError for one text or a dictionary, of which each letter or key would be a word."""
+    if isinstance(overrides, str | Mapping):
+        raise InputError(f'overrides is {shown(overrides)}, expected a list of words: ["epochs=3"]')
 
 
 def _check_caller(name: str) -> None:
@@ -270,6 +278,7 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
     Raises:
         InputError: the config, the data or the machine does not fit the job, or the job has several ranks.
     """
+    _check_words(overrides)
     from lockstep.config import extensions as known
     from lockstep.job.prepare import job_of
     from lockstep.runtime.guest import guest

@@ -247,13 +247,19 @@ def test_without_verbose_a_run_prints_nothing(tmp_path: Path, ranks: str) -> Non
         ({"model": 3}, "model is an object of int, expected a torch.nn.Module, or an object of a class with"),
         ({"dataset": [1]}, "dataset is an object of list.*lockstep.dataset\\(train="),
         ({"optimiser": SGD()}, "optimiser is not a group of options. Did you mean 'optimizer'"),
+        ({"epochs": 2}, r'epochs is a key, which is set by a word: \["epochs=2"\]'),
+        ({"optimizer": "sgd"}, r'optimizer is a text, expected an object; .* by a word: \["optimizer=sgd"\]'),
+        ({"model": torch.nn.Flatten}, r"model is the class Flatten, expected an object of it: model=Flatten\(...\)"),
+        ({"optimizer": SGD}, r"optimizer is the class SGD, expected an object of it: optimizer=SGD\(...\)"),
+        ({"overrides": "epochs=2"}, r'overrides is \'epochs=2\', expected a list of words: \["epochs=3"\]'),
+        ({"overrides": {"epochs": 2}}, "overrides is {'epochs': 2}, expected a list of words"),
         ({"model": DigitNet()}, "model=linear and an object both choose the model; remove one of them"),
     ],
     ids=str,
 )
 def test_a_wrong_object_is_refused(objects: dict[str, Any], sentence: str) -> None:
     with pytest.raises(lockstep.InputError, match=sentence):
-        lockstep.train(["model=linear"] if "DigitNet" in str(objects) else [], **objects)
+        lockstep.train(**({"overrides": ["model=linear"] if "DigitNet" in str(objects) else []} | objects))
 
 
 def test_objects_of_options_are_their_words(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ epoch=3 -> epoch: there is no such key in the config. Did you mean 'epochs'?
 lr=0.1 -> lr: there is no such key in the config. Did you mean optimizer.lr=
 optimizer.beta=1 -> optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?
 model.foo=1 -> model.foo: there is no such key in the config. model has width, dropout,
-+model.foo=1 -> model.foo is not a key of model=DigitNet; it has channels_last, grad_checkpointing, compile,
++model.foo=1 -> model.foo is not a key of model=digitnet; it has channels_last, grad_checkpointing, compile,
 dataset.skip=1 ->  dataset=csv, folder, hf, imagenet, torchvision, webdataset has it: choose one
 schedule.milestones=[3] ->  schedule=step has it: add schedule=step, or remove it.
 +foo=1 -> foo: there is no such key in the config.
@@ -373,7 +373,7 @@ def test_a_key_of_a_recipe_is_left_out_where_another_option_is_typed_and_a_typed
     assert type(job.model).__name__ == "Linear"
     assert "experiment=photos sets model.pretrained: not for model=linear" in capsys.readouterr().err
     typed = composition.composed([*words, "model=linear", "model.pretrained=true"])
-    with pytest.raises(InputError, match=r"model\.pretrained is not a key of model=Linear"):
+    with pytest.raises(InputError, match=r"model\.pretrained is not a key of model=linear"):
         components.build_job(typed)
 
 

@@ -118,7 +118,7 @@ def test_a_resume_may_set_the_keys_of_the_options_that_only_its_run_names(tmp_pa
         with composition.invoked([f"resume={run.path}", word]) as (values, invocation):
             values = dict(decide_resume(values, invocation).values)
         if patience is None:
-            with pytest.raises(InputError, match=r"schedule\.patiens is not a key of schedule=Plateau"):
+            with pytest.raises(InputError, match=r"schedule\.patiens is not a key of schedule=plateau"):
                 build_job(values)
         else:
             assert (values["schedule"]["patience"], values["schedule"]["gamma"]) == (patience, 0.2)

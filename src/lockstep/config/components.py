@@ -50,8 +50,8 @@ def build(group: str, node: Any, key: str = "") -> Any:
     names = [item.name for item in dataclasses.fields(cls)]
     for unknown in (name for name in values if name not in names):
         raise InputError(
-            f"{key}.{unknown} is not a key of {group}={cls.__name__}; it has {', '.join(names) or 'none'}."
-            f"{did_you_mean(str(unknown), names)}"
+            f"{key}.{unknown} is not a key of {group}={options.option_name(cls)}; it has "
+            f"{', '.join(names) or 'none'}.{did_you_mean(str(unknown), names)}"
         )
     with _in_sentences(f"{key}."):
         return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")

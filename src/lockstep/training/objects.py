@@ -19,7 +19,7 @@ from lockstep.config import components, options
 from lockstep.config.commands import override
 from lockstep.config.extensions import OBJECT, OBJECT_CLASSES, arguments_of, is_object
 from lockstep.config.options import OBJECTS, known
-from lockstep.config.schema import GROUPS, MANY
+from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, Role, default_of, ranged, ruled, with_role
 from lockstep.core.observer import Callback
@@ -173,6 +173,11 @@ def stand_in(group: str, value: Any) -> Any:
         cls.__module__ == OBJECTS and cls.__name__ == OBJECT_CLASSES.get(group)
     ):
         return value
+    if isinstance(value, str):
+        raise InputError(f'{group} is a text, expected an object; an option is chosen by a word: ["{group}={value}"]')
+    if isinstance(value, type):
+        name = value.__name__
+        raise InputError(f"{group} is the class {name}, expected an object of it: {group}={name}(...)")
     named = value if hasattr(value, "__qualname__") else cls
     if group == "model" and isinstance(value, nn.Module):
         return ModelObject(type=named.__name__, module=named.__module__, weights=digest(value), original=value)
@@ -202,6 +207,8 @@ def in_words(objects: Mapping[str, Any], words: Sequence[str]) -> tuple[list[str
     chosen, originals = list[str](), dict[str, Any]()
     for group, value in objects.items():
         if group not in GROUPS:
+            if group in vars(Job()):
+                raise InputError(f'{group} is a key, which is set by a word: ["{group}={value}"]')
             raise InputError(f"{group} is not a group of options.{known(group, GROUPS)}")
         if typed := [word for word in words if word.startswith(f"{group}=")]:
             raise InputError(f"{typed[0]} and an object both choose the {group}; remove one of them")
