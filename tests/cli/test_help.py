@@ -58,7 +58,8 @@ def test_the_command_alone_shows_its_help_and_its_version() -> None:
     lockstep = (sys.executable, "-m", "lockstep")
     alone, with_flag = command(*lockstep), command(*lockstep, "--help")
     assert (alone.code, alone.out) == (0, with_flag.out)
-    assert command(*lockstep, "--version").out == f"lockstep {metadata.version('lockstep')}\n"
+    for program in (lockstep, (*lockstep, "train"), (sys.executable, "train.py")):
+        assert command(*program, "--version").out == f"lockstep {metadata.version('lockstep')}\n"
 
 
 def test_the_list_of_commands_waits_for_no_hydra_and_the_config_for_no_rich() -> None:

@@ -269,6 +269,11 @@ def test_objects_of_options_are_their_words(tmp_path: Path) -> None:
     assert Run(run.folder).overrides[:4] == words
 
 
+class Named(torch.nn.Linear):
+    def forward(self, images: torch.Tensor) -> Any:
+        return {"logits": super().forward(images.flatten(1))}
+
+
 class Flat(torch.nn.Module):
     """Pixels as outputs, without a parameter."""
 
@@ -284,6 +289,7 @@ class Flat(torch.nn.Module):
             r"Sequential returns \[11\] .* expected \[10\]",
         ),
         (torch.nn.Linear(8, 8), r"the model Linear returns \[1, 8, 8\] for an example, expected \[10\]"),
+        (Named(64, 10), r"the model Named returns a dict for an example, expected \[10\]: a tensor"),
         (Flat(), "the model Flat has no parameter that requires a gradient"),
     ],
 )

@@ -118,6 +118,11 @@ def test_lines_of_one_image_are_on_one_side_of_a_held_out_share(root: Path, shar
         (LINES[:1], "has no lines below its first"),
         (["file,label,split"], "path_column is 'path', but the table .* has 'file', 'label', 'split'"),
         ([f"{LINES[0]},label"], "label_column is 'label', but the table .* has 'path', 'split'"),
+        (
+            ["a.png,cat,train"],
+            "the first line of .* is 'a.png,cat,train', expected the names of .*: path,label,split;",
+        ),
+        ([""], "the first line of .* is empty, expected the names of the columns: path,label,split; add such a line"),
         (["path,label", "a.png,cat"], "split_column is 'split', but .*dataset.val_share=0.1"),
         (LINES[:3], "val_split is 'val', but .* has 'train'; name one with dataset.val_split=NAME"),
         ([LINES[0], LINES[3]], "train_split is 'train', but .* has 'val'"),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import lockstep
 from lockstep.config.commands import key_of, program_name
 from lockstep.config.options import TORCHVISION, tagged_names
 from lockstep.core.errors import InputError, did_you_mean
@@ -103,6 +104,9 @@ def answered(words: Sequence[str]) -> bool:
         from lockstep.config import help_page  # few lines ask for it
 
         help_page.show_help(words)
+        return True
+    if "--version" in words:  # Hydra would tell its own
+        sys.stdout.write(f"lockstep {lockstep.__version__}\n")
         return True
     shell, word = shell_asking(words), os.environ.get("COMP_LINE", "").rpartition(" ")[2]
     key, _, name = word.partition("=")

@@ -39,14 +39,14 @@ class ForwardDraws:
     Fields:
         keys: of all keyed draws.
         unknown: the names of modules that draw without keys.
-        outputs: the shape of what the model returned for an example; None if it was no tensor.
+        returned: what the model returned for an example: the shape of a tensor, or a type.
     """
 
     seed: int
     device: torch.device
     keys: ForwardKeys = field(default_factory=ForwardKeys)
     unknown: tuple[str, ...] = ()
-    outputs: tuple[int, ...] | None = None
+    returned: str = ""
 
     def keys_of(self, micro: Shard) -> tuple[Tensor, ...]:
         """The keys of a micro-batch's forward pass, int64 (b, 2); none for a model that draws nothing."""
@@ -109,8 +109,8 @@ def key_draws(model: nn.Module, image: Tensor, seed: int) -> ForwardDraws:
     keys.draws = observer.draws
     for module, sites in observer.sites.items():
         _draw_by_key(module, sites)
-    shape = tuple(outputs.shape[1:]) if isinstance(outputs, Tensor) else None
-    return ForwardDraws(seed, image.device, keys, tuple(observer.unknown), shape)
+    returned = str(list(outputs.shape[1:])) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    return ForwardDraws(seed, image.device, keys, tuple(observer.unknown), returned)
 
 
 def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:

@@ -175,10 +175,10 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
     blank = blank.to(memory_format=job.model.memory_format)
     draws = key_draws(model, blank[:1], job.seed)
-    if is_ours(type(job.task)) and draws.outputs not in (None, (job.dataset.classes,)):
+    if is_ours(type(job.task)) and draws.returned != f"[{job.dataset.classes}]":
         raise InputError(
-            f"the model {type(model).__name__} returns {list(draws.outputs)} for an example, expected "
-            f"[{job.dataset.classes}], one output for each of the {job.task.targets} of the data set"
+            f"the model {type(model).__name__} returns {draws.returned} for an example, expected "
+            f"[{job.dataset.classes}]: a tensor with an output for each of the {job.task.targets} of the data set"
         )
     if until is None:
         freeze_for_good(model, frozen)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.options import option
-from lockstep.core.errors import InputError, check_installed, collecting, first_of
+from lockstep.core.errors import InputError, check_installed, collecting, first_of, shown
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import LINE_LIMIT, open_plain
@@ -214,6 +214,13 @@ class CSV(FileSource):
         numbers = {name: number for number, name in enumerate(names) if names.count(name) == 1}
         shares = {"split_column": "test_share" if self.is_cut else "val_share"}
         where = f"the table {self.path}"
+        if not any(name in names for _, name in columns):
+            line = f"is {shown(','.join(names))}" if names else "is empty"
+            expected = ",".join(name for _, name in columns)
+            raise InputError(
+                f"dataset.path: the first line of {self.path} {line}, expected the names of the columns: {expected}; "
+                f"add such a line, or say their names with dataset.path_column=NAME and dataset.{key}=NAME"
+            )
         places, problems = list[int](), list[str]()
         for key, name in columns:
             with collecting(problems):
