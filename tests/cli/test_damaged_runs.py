@@ -173,7 +173,7 @@ def test_a_folder_that_a_user_may_not_read_is_named_and_the_other_runs_are_liste
     finally:
         locked.chmod(0o755)
     assert (listed.code, listed.err) == (2, f"lockstep: {locked} cannot be read (Permission denied)\n")
-    assert listed.out.splitlines()[1].endswith("  run")
+    assert listed.out.splitlines()[1].startswith("run ")
     assert cleaned.code == 0
     assert f"warning: {locked} cannot be read (Permission denied): all of its checkpoints stay\n" in cleaned.out
     assert (used.code, len(used.err.splitlines())) == (2, 1)

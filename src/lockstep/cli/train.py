@@ -54,7 +54,7 @@ class Training:
         from lockstep.telemetry.progress import loading
 
         with program.bypass_hydra_errors(), closing(Lock()) as lock:
-            invocation, values = composition.Invocation.current(), composition.to_dict(composed)
+            invocation, values = composition.Invocation.current(), composition.of_command(composed)
             # Launched ranks meet first: only their main decides, and an earlier attempt of it may have a folder.
             resume = None if is_launched() else decide_resume(values, invocation)
             if resume is None or resume.has_several_machines:

@@ -170,8 +170,16 @@ def of_sweep(composed: DictConfig) -> dict[str, Any]:
     return to_dict(composed)
 
 
-def to_dict(composed: DictConfig) -> dict[str, Any]:
-    """The composed config of a job as plain values. Raises InputError for missing (`???`) or unresolved ones."""
+def of_command(composed: DictConfig) -> dict[str, Any]:
+    """The config of the job that Hydra runs, as plain values."""
+    return to_dict(composed, HydraConfig.get())
+
+
+def to_dict(composed: DictConfig, hydra: Any = None) -> dict[str, Any]:
+    """The composed config of a job as plain values; `hydra` is Hydra's own, if `composed` is without it.
+
+    Raises InputError for missing (`???`) or unresolved values.
+    """
     # Key by key, because a copy without `hydra` takes longer than all the rest.
     try:
         plain = {str(key): _plain(composed[key]) for key in composed if key != "hydra"}
@@ -184,17 +192,18 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
             raise InputError(f"{key}: this key is required; remove ~{key}")
         if "${" in repr(plain[key]):  # it was escaped; the ranks read the config from a file and would resolve it
             raise InputError(f"{key} has ${{ in its value, which a config reads as a reference; remove it")
-    return {key: _with_text_keys(value) for key, value in _without_keys_of_others(plain).items()}
+    hydra = composed.hydra if "hydra" in composed else hydra
+    fitting = plain if hydra is None else _without_keys_of_others(plain, hydra)
+    return {key: _with_text_keys(value) for key, value in fitting.items()}
 
 
-def _without_keys_of_others(plain: dict[str, Any]) -> dict[str, Any]:
+def _without_keys_of_others(plain: dict[str, Any], hydra: Any) -> dict[str, Any]:
     """The values without the keys that a recipe sets for its option of a group, where another option is typed."""
-    if not HydraConfig.initialized():
+    choices = OmegaConf.select(hydra, "runtime.choices") or {}
+    if not choices.get(RECIPES):
         return plain
-    hydra: Any = HydraConfig.get()
-    typed = {key_of(str(word)) for word in hydra.overrides.task}
-    fitting, choices = dict(plain), hydra.runtime.choices
-    for group in {*GROUPS} & typed if choices.get(RECIPES) else ():
+    fitting, typed = dict(plain), {*map(key_of, as_typed(hydra.overrides.task))}
+    for group in {*GROUPS} & typed:
         file, values = CONF / group / f"{choices[group]}.yaml", plain[group]
         if isinstance(values, dict) and group not in MANY and file.is_file():
             known = {*read_yaml(file), *(key.partition(".")[2] for key in typed)}

@@ -78,8 +78,6 @@ class PoolLauncher(Callback):
             raise InputError(
                 "this line has no job: a range(...) or glob(...) in it has no value; write values with commas"
             )
-        if len(job_overrides) == 1 and self.search is None:
-            log.note("this sweep is one job; values with commas make more, such as KEY=1,2")
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
             ledger.create(Identity(direction=checked_direction(self.direction)))
@@ -112,6 +110,8 @@ class PoolLauncher(Callback):
         if self.search is None:
             records, jobs = self._enter(ledger, job_overrides, first)
             view.enter(records, [job.record for job in jobs or ()])
+            if len(job_overrides) == 1:
+                log.note("this sweep is one job; values with commas make more, such as KEY=1,2")
         else:  # its line is about all its jobs
             view.enter(ledger.records(), [])
             jobs = self._enter_drawn(ledger, view, self.search.follow())
