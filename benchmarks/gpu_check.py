@@ -85,12 +85,12 @@ class Setting:
     model: str
     sizes: list[int]
     precisions: list[str]
-    cases: re.Pattern[str]
-    cifar10: Path | None
     batch: int
     steps: int
     interval: int
     repeats: int
+    cases: re.Pattern[str] = re.compile("")
+    cifar10: Path | None = None
 
     @property
     def cuda(self) -> bool:
