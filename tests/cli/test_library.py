@@ -67,7 +67,7 @@ def test_a_mistake_is_an_exception_with_the_sentence_of_the_command_line(printed
     model, lr, word, resume = printed["mistakes"]
     assert model.startswith("model=resnet1888: there is no model of that name. Did you mean 'resnet18'")
     assert lr == "optimizer.lr is -1, expected auto or a number above 0 and at most 1,000,000: optimizer.lr=auto"
-    assert "expected KEY=VALUE" in word
+    assert "epochs has no value, expected epochs=VALUE" in word
     assert "resume: nowhere is neither a run folder nor a checkpoint" in resume
 
 

@@ -368,7 +368,7 @@ def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> No
 def test_a_key_of_a_recipe_is_left_out_where_another_option_is_typed_and_a_typed_one_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ("experiment=photos", "dataset=fake", "batch=4")
+    words = ("experiment=photos", "dataset=fake", "batch=4", "callback=[agc]", "metric=[f1]", "logger=jsonl")
     job = components.build_job(composition.composed([*words, "model=linear"]))
     assert type(job.model).__name__ == "Linear"
     assert "experiment=photos sets model.pretrained: not for model=linear" in capsys.readouterr().err

@@ -287,9 +287,12 @@ def test_a_pipeline_evaluates_and_mixes_as_one_rank_does(runs: dict[int, Runs]) 
         assert actual == pytest.approx(expected, rel=1e-12)
 
 
-def test_data_parallel_without_a_gpu_is_the_single_run_and_says_why_ddp_is_better(
+def test_data_parallel_without_a_gpu_is_the_single_run_and_says_so(
     runs: dict[int, Runs], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train_here(tmp_path / "run", *COMMON, *PLAIN, "strategy=dp")
     assert losses(run) == losses(runs[1]["plain"])
-    assert "strategy=ddp has none of these" in capsys.readouterr().out
+    assert "strategy=dp has no second GPU to split a batch over" in capsys.readouterr().out
+        "strategy=dp has no second GPU to split a batch over, so it trains like strategy=single"
+        in capsys.readouterr().out
+    )

@@ -63,7 +63,7 @@ class Training:
                 configure_native_threads()
                 from lockstep.cli import run
             if resume is not None:
-                return run.run_job(replace(resume, objects=self.objects or {}), lock)
+                return run.run_job(replace(resume, objects=self.objects) if self.objects else resume, lock)
             return run.follow() if follows() else run.lead(values, invocation, lock)
 
     def needs(self, composed: DictConfig, machine: Any) -> Any:

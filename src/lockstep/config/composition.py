@@ -203,9 +203,9 @@ def _without_keys_of_others(plain: dict[str, Any], hydra: Any) -> dict[str, Any]
     if not choices.get(RECIPES):
         return plain
     fitting, typed = dict(plain), {*map(key_of, as_typed(hydra.overrides.task))}
-    for group in {*GROUPS} & typed:
-        file, values = CONF / group / f"{choices[group]}.yaml", plain[group]
-        if isinstance(values, dict) and group not in MANY and file.is_file():
+    for group in ({*GROUPS} - MANY) & typed:
+        file, values = CONF / group / f"{choices.get(group)}.yaml", plain[group]
+        if isinstance(values, dict) and file.is_file():
             known = {*read_yaml(file), *(key.partition(".")[2] for key in typed)}
             fitting[group] = {key: value for key, value in values.items() if key in known}
             if gone := [f"{group}.{key}" for key in values if key not in known]:
