@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from lockstep.cli import main, run, train
 from lockstep.config.schema import GROUPS
 from lockstep.core import errors, log
+from lockstep.job import worker
 def job(*_):
     log.say("a word " * 2_000)
     if sys.argv[1:] != ["seed=0"]:
@@ -36,6 +37,7 @@ def job(*_):
     return 1.0
 launcher = SimpleNamespace(node_range=(1, 1), launch=job)
 parts = {**dict.fromkeys(GROUPS), "launcher": launcher}
+worker.objects_of = lambda *_: ()  # of no job
 run.create_run = lambda *_: (nullcontext(), SimpleNamespace(**parts))
 sys.argv = ["lockstep", "train", "seed=0" if ERROR is None else "seed=1"]
 main.main()
