@@ -37,7 +37,7 @@ from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import without_start
 
 STEPS, MOST_TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
-LONG_CPU_STEP_S = 4.0  # a longer step on a CPU is timed with few images
+LONG_CPU_STEP_S = 2.0  # a longer step on a CPU is timed with few images
 LONG_RUN_S = 12 * 3600.0  # a longer run on a CPU is worth a doubt
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
 COPIED = 2**20  # numbers that are sent from GPU to GPU: 8 MB
