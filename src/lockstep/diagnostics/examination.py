@@ -181,13 +181,12 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
     least = job.train.passes
     shared = replace(world, size=ranks, local_size=job.launcher.ranks)
     room = f"{format_bytes(GB * free_memory(shared))} are free for a rank"
-    if (long := _long_step(job, shared)) is not None:
-        text = (
-            f"a step in micro-batches of {job.micro_batch(ranks)} images takes about {long:.0f} s: it was not tried"
-        )
+    if (rate := _slow_rate(job, shared)) is not None:
+        images = job.micro_batch(ranks)
+        text = f"a step in micro-batches of {images} images takes about {images / rate:.0f} s: it was not tried"
         yield Finding("memory", f"{text} ({room})", Level.warning)
         yield _time(replace(job, train=replace(job.train, micro_batches=least)), world, most=FEW_EXAMPLES)
-        yield lighter_work(job, shared)
+        yield lighter_work(job, shared, rate)
         return
     fitting = micro_batches_that_fit(job, shared, least=least)
     if fitting is None or (fitting > least and not auto):
@@ -203,13 +202,12 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
         yield other_settings(job, shared)
 
 
-def _long_step(job: ResolvedJob, world: World) -> float | None:
-    """The seconds of a step that takes long on the CPU, estimated from one of few images; None of a shorter one."""
+def _slow_rate(job: ResolvedJob, world: World) -> float | None:
+    """The images per second, by steps of few, of a job whole steps of which take long on the CPU; else None."""
     if world.device.type != "cpu" or job.model.compile or job.micro_batch(world.size) <= FEW_EXAMPLES:
         return None
     rate = training_rate(job, world)
-    seconds = 0.0 if rate is None else job.micro_batch(world.size) / rate
-    return seconds if seconds > LONG_CPU_STEP_S else None
+    return None if rate is None or job.micro_batch(world.size) / rate <= LONG_CPU_STEP_S else rate
 
 
 def _time(job: ResolvedJob, world: World, most: int | None = None) -> Finding:

@@ -7,7 +7,6 @@ import math
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,14 +124,15 @@ def _broken(splits: Sequence[Split], seconds: float) -> Iterator[Finding]:
         return
     damaged = sum(not failure.needs_package for failure in failures)
     skip, expected = max(split.skip for split in splits), math.ceil(damaged * len(images) / len(looked))
-    reasons = Counter(_reason(failure) for failure in failures)
-    for reason, number in reasons.most_common():
-        alike = [failure for failure in failures if _reason(failure) == reason]
+    by_reason: dict[str, list[BrokenImage]] = {}
+    for failure in failures:
+        by_reason.setdefault(_reason(failure), []).append(failure)
+    for alike in sorted(by_reason.values(), key=len, reverse=True):
         example, level = alike[0], Level.warning if len(failures) <= skip and expected <= skip else Level.error
         remedy = f"; dataset.skip={skip} skips them"
         if expected > skip:
             remedy = f"; remove or replace them, or use dataset.skip={expected}"
-        text = f"{number:,} of {extent} broken, such as {example.failure}{remedy * (not example.needs_package)}"
+        text = f"{len(alike):,} of {extent} broken, such as {example.failure}{remedy * (not example.needs_package)}"
         yield Finding("images", text, level, paths=tuple(sorted(str(failure.args[1]) for failure in alike)))
 
 
