@@ -38,6 +38,7 @@ def sentence(done: Done) -> str:
         ("hydra.run.dir=/dev/null/run", "/dev/null/run cannot be written (Not a directory)"),
         ("-m epochs=1,abc", "epochs is 'abc', expected auto or a whole number"),
         ("epochs=1 -m seed=1,2 output_root=/dev/null/runs", "cannot be written (Not a directory)"),
+        ("seed=1,2", "seed=1,2 names several values; `python train.py -m seed=1,2` runs a sweep over them"),
         ("precision=fp16 device=cpu", "precision=fp16 needs a CUDA GPU"),
     ],
 )

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 
 import lockstep
 from helpers import forked
@@ -18,6 +20,7 @@ from lockstep.runtime.pickled import packed, unpacked
 from lockstep.telemetry.loggers import JSONL, TensorBoard
 
 pytestmark = pytest.mark.slow
+TORCH_SGD = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
 
 # Every class is of `__main__`, as in the cells of a notebook.
 SCRIPT = """
@@ -251,6 +254,19 @@ def test_without_verbose_a_run_prints_nothing(tmp_path: Path, ranks: str) -> Non
         ({"optimizer": "sgd"}, r'optimizer is a text, expected an object; .* by a word: \["optimizer=sgd"\]'),
         ({"model": torch.nn.Flatten}, r"model is the class Flatten, expected an object of it: model=Flatten\(...\)"),
         ({"optimizer": SGD}, r"optimizer is the class SGD, expected an object of it: optimizer=SGD\(...\)"),
+        ({"optimizer": TORCH_SGD}, r"SGD, expected .*: lockstep\.optim\.SGD\(lr=\.\.\.\), or the word optimizer=sgd"),
+        ({"optimizer": torch.optim.SGD}, r"optimizer is the class SGD, .*: lockstep\.optim\.SGD\(lr=\.\.\.\)"),
+        ({"optimizer": torch.optim.RMSprop}, "; the words are optimizer=timm optimizer.opt=rmsprop"),
+        (
+            {"schedule": StepLR(TORCH_SGD, 1)},
+            r": lockstep\.optim\.schedule\.Step\(\.\.\.\), or the word sch",
+        ),
+        ({"loss": torch.nn.CrossEntropyLoss()}, r'CrossEntropyLoss\(reduction="none"\), or use the word loss=cross_'),
+        ({"loss": torch.nn.MSELoss()}, r'expected one loss per example: MSELoss\(reduction="none"\)$'),
+        (
+            {"dataset": DataLoader(range(3))},
+            r"DataLoader, .*; Datasets .* LOADER\.dataset, are lockstep",
+        ),
         ({"overrides": "epochs=2"}, r'overrides is \'epochs=2\', expected a list of words: \["epochs=3"\]'),
         ({"overrides": {"epochs": 2}}, "overrides is {'epochs': 2}, expected a list of words"),
         ({"model": DigitNet()}, "model=linear and an object both choose the model; remove one of them"),

@@ -89,6 +89,18 @@ def test_each_project_of_an_environment_has_its_own_recipe_of_one_name(projects:
     assert "use the train.py of one project" in both.err
 
 
+def test_an_option_in_a_file_that_its_package_does_not_import_is_refused_with_the_import(projects: Path) -> None:
+    for name, module in {"hello.py": "mine.hello", "more/__init__.py": "mine.more"}.items():
+        file = projects / "mine" / "mine" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(
+            'import lockstep\n\n@lockstep.option("callback")\nclass Hello(lockstep.Callback):\n    """Hi."""\n'
+        )
+        done = train(projects / "mine", "callback=hello")
+        assert f"{file} declares it, but the package does not import it: add `import {module}` to" in done.err
+        file.unlink()
+
+
 def test_a_line_that_lacks_the_project_of_its_folder_says_so(projects: Path) -> None:
     done = forked("lockstep", "train", "experiment=first", cwd=projects / "mine")
     assert (done.code, "there is no experiment of that name" in done.err) == (2, True), done.err

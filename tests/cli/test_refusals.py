@@ -51,8 +51,10 @@ lr=0.1 -> lr: there is no such key in the config. Did you mean optimizer.lr=
 optimizer.beta=1 -> optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?
 model.foo=1 -> model.foo: there is no such key in the config. model has width, dropout,
 +model.foo=1 -> model.foo is not a key of model=digitnet; it has channels_last, grad_checkpointing, compile,
-dataset.skip=1 ->  dataset=csv, folder, hf, imagenet, torchvision, webdataset has it: choose one
-schedule.milestones=[3] ->  schedule=step has it: add schedule=step, or remove it.
+dataset.skip=1 ->  dataset=csv, folder, hf, imagenet, torchvision, webdataset has skip: choose one
+dataset=fake dataset.input_size=8 -> Did you mean 'dataset.size'? dataset=cifar10,
+dataset=digits dataset.size=8 -> Did you mean 'dataset.input_size'? dataset=fake has size: add dataset=fake, or
+schedule.milestones=[3] ->  schedule=step has milestones: add schedule=step, or remove it.
 +foo=1 -> foo: there is no such key in the config.
 ~epochs -> epochs: this key is required
 ~model -> model is None, expected one of the group's options: model=NAME
@@ -75,7 +77,7 @@ launcher.backend=mpi -> launcher.backend is 'mpi', expected one of auto, nccl, g
 train=3 -> train is 3, expected keys below it: train.KEY=VALUE
 optimizer.lr -> 'optimizer.lr' cannot be read, expected KEY=VALUE
 epochs=[1 -> 'epochs=[1' cannot be read, expected KEY=VALUE
-seed=1,2 -> seed=1,2 names several values; `lockstep train -m seed=1,2` runs a sweep over them
+seed=1,2 -> seed=1,2 names several values; lockstep.sweep(["seed=1,2"]) runs a sweep over them
 notes=lr,again -> notes=lr,again names several values; a text with a comma has quotes: 'notes="lr,again"'
 """)
 RANGES = table("""

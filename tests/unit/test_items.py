@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 from torchvision import datasets
 from torchvision.transforms.functional import to_tensor
 
+import lockstep
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.data.datasets.item import pixels_of
 from lockstep.data.datasets.items import DatasetOption
@@ -193,8 +194,12 @@ def test_a_dataset_without_an_index_or_an_end_or_items_is_refused() -> None:
         option(Photos(), Photos(targets=[])).train()
     with pytest.raises(InputError, match=r"NoneType, has no __getitem__ and no __len__"):
         option(None, Photos()).train()
-    with pytest.raises(InputError, match=r"no Dataset to evaluate.*dataset.val_share"):
+    with pytest.raises(InputError, match=r"of type DataLoader, makes batches, .* give its \.dataset"):
+        option(DataLoader(Photos()), Photos()).train()
+    with pytest.raises(InputError, match=r"Dataset to evaluate; return one in val_dataset\(\), .*dataset.val_share"):
         option(Photos()).train()
+    with pytest.raises(InputError, match=r"Dataset to evaluate; give one, lockstep.dataset\(train, val=DATASET\), "):
+        lockstep.dataset(Photos()).train()
 
 
 def test_targets_are_read_from_the_dataset_where_it_says_them_and_from_the_items_where_it_says_others() -> None:
@@ -313,7 +318,7 @@ def test_data_sets_of_torchvision_are_read_by_name(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for number in range(4):
             Image.fromarray(IMAGES[number]).save(folder / f"{number}.png")
-    with pytest.raises(InputError, match=r"no Dataset to evaluate.*dataset.val_share"):
+    with pytest.raises(InputError, match=r"no Dataset to evaluate; evaluate a share .* dataset.val_share"):
         Torchvision(name="EuroSAT", **own).train()
     cut = Torchvision(name="EuroSAT", val_share=0.25, **own).located()
     assert (cut.decode_size, len(cut.train()), len(cut.eval()), cut.test()) == (None, 6, 2, None)

@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
+from lockstep.cli.sweep import failure_of
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
@@ -35,6 +36,7 @@ from lockstep.core.tags import Direction, Monitor
 from lockstep.records.ledger import Identity, Ledger, record_of, recorded, words_of_sweep
 from lockstep.records.record import Record, checked_direction
 from lockstep.records.runs import JobRun, read_jobs
+from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweeps import search
@@ -776,10 +778,29 @@ def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
     for record in records:
         view.ended(ledger.read(record))
     shown = capsys.readouterr()
-    assert re.findall(r"^\d of 2  job \d  seed=\d  failed: no", shown.out, re.MULTILINE) == [
-        f"{number + 1} of 2  job {number}  seed={number + 1}  failed: no" for number in range(2)
+    assert re.findall(r"^\d of 2  job \d  seed=\d  failed.*(?=  in)", shown.out, re.MULTILINE) == [
+        "1 of 2  job 0  seed=1  failed: no",
+        "2 of 2  job 1  seed=2  failed for the same reason as job 0",
     ]
     assert shown.err == ""
+
+
+def test_an_error_that_several_jobs_have_is_said_once_in_the_lines_the_table_the_report_and_the_exception(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = begun(tmp_path)
+    with view_of(ledger) as view:
+        for record in ledger.enter([([f"seed={seed}"], f"seed={seed}") for seed in range(4)]):
+            error = "odd" if record.number == 2 else "no folder"
+            view.ended(ledger.end(ledger.start(record), State.failed, exit_code=2, error=error))
+        view.show_table()
+    shown = capsys.readouterr()
+    assert shown.err == "lockstep: job 0: no folder\nlockstep: job 2: odd\n"
+    assert shown.out.count("no folder") == 2, shown.out
+    assert shown.out.endswith("jobs 0, 1, 3: no folder\njob 2: odd\n")
+    assert failure_of(2, tmp_path).args[:2] == ("jobs 0, 1, 3: no folder", "job 2: odd")
+    notes = sweep_page(ledger)
+    assert notes.count("no folder") == 1
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.safe_write import write_atomic
 from lockstep.launcher.processes import Fresh, forwarding
 from lockstep.records.ledger import Ledger
+from lockstep.records.tables import errors_of
 from lockstep.runtime import signals
 from lockstep.runtime.pickled import packed, unpacked
 
@@ -56,18 +57,18 @@ def run_sweep(words: Sequence[str], objects: Mapping[str, Any], *, verbose: bool
         if code := children.join().get(0):
             if error.exists():
                 raise pickle.loads(error.read_bytes())
-            raise _failure(code, Path(folder.read_text()) if folder.exists() else None)
+            raise failure_of(code, Path(folder.read_text()) if folder.exists() else None)
         return Path(folder.read_text())
 
 
-def _failure(code: int, folder: Path | None) -> LockstepError:
+def failure_of(code: int, folder: Path | None) -> LockstepError:
     """The error of a sweep whose process wrote none and ended with this code: jobs have failed, or it was killed."""
     failed = [record for record in Ledger(folder).records() if record.exit_code] if folder else []
     if code in (-signal.SIGTERM, Stopped.exit_code) and code not in [record.exit_code for record in failed]:
         return Stopped(signals.STOPPED_EARLY)
     if not failed or code < 0:
         return LockstepError(f"the process of the sweep ended with exit code {code}, and nothing says why")
-    lines = [f"job {record.number}: {line}" for record in failed for line in record.error.split("\n")]
+    lines = [line for _, of_jobs in errors_of(failed) for line in of_jobs]
     error = BY_EXIT_CODE.get(code, LockstepError)(lines[0])
     error.args = (*lines, f'all jobs are rows of lockstep.runs("{folder}")')
     return error

@@ -81,11 +81,18 @@ class Extension:
 
     def option_names(self) -> list[tuple[str, str]]:
         """The group and the name of each option, read from the files, as importing the package takes seconds."""
-        sources = (file.read_text() for file in sorted(self.folder.rglob("*.py")))
-        matches = [match for text in sources for match in _DECLARED.findall(text)]
-        classes = [(group, name or options.name_from(cls)) for group, name, cls in matches if group in GROUPS]
         in_files = [(group, name) for group, _, name in (option.partition("=") for option, _ in _configs(self))]
-        return [*dict.fromkeys([*classes, *in_files])]
+        return [*dict.fromkeys([*self.declaring_files(), *in_files])]
+
+    def declaring_files(self) -> dict[tuple[str, str], Path]:
+        """The file that declares a class as an option, by its group and name."""
+        files = [(file, _DECLARED.findall(file.read_text())) for file in sorted(self.folder.rglob("*.py"))]
+        return {
+            (group, name or options.name_from(cls)): file
+            for file, matches in files
+            for group, name, cls in matches
+            if group in GROUPS
+        }
 
 
 def use(packages: Sequence[str]) -> None:
@@ -139,6 +146,18 @@ def import_extension(module: str) -> bool:
             extension.load(module)
             return True
     return False
+
+
+def not_imported(group: str, name: str) -> str:
+    """A sentence about the file that declares an option, if its package does not import it; empty if none does."""
+    for extension in active():
+        if (file := extension.declaring_files().get((group, name))) is not None:
+            path = file.parent if file.stem == "__init__" else file.with_suffix("")
+            module = ".".join(path.relative_to(extension.folder.parent).parts)
+            return (
+                f" {file} declares it, but the package does not import it: add `import {module}` to its __init__.py"
+            )
+    return ""
 
 
 def not_installed() -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from lockstep.core.errors import (
     out_of_memory,
     shown,
 )
+from lockstep.core.native_threads import is_own_process
 from lockstep.core.run_dir import LATEST
 from lockstep.core.safe_write import FULL
 
@@ -73,10 +75,9 @@ def translate(error: BaseException) -> LockstepError | None:
             quoted = shell_command([f'{match[2]}="{text}"'])
             return InputError(f"{match[1]} names several values; a text with a comma has quotes: {quoted}")
         listed = f", and where a list is expected, it is written {shell_command([f'{match[2]}=[{match[3]}]'])}"
-        sweep_command = shell_command([*program_words(), "-m", match[1]])
-        return InputError(
-            f"{match[1]} names several values; `{sweep_command}` runs a sweep over them{listed * (not is_one)}"
-        )
+        of_shell = f"`{shell_command([*program_words(), '-m', match[1]])}`"
+        sweep = of_shell if is_own_process() else f"lockstep.sweep({json.dumps([match[1]])})"
+        return InputError(f"{match[1]} names several values; {sweep} runs a sweep over them{listed * (not is_one)}")
     if isinstance(error, HydraException):
         if match := re.search(r"Sweeping over .*'\+*hydra\.sweeper\.params\.(.*)'", str(error)):
             return InputError(f"the values of a sweep are words of its line: -m {match[1]}")
@@ -167,6 +168,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     named_elsewhere = suggest.suggest_option(group, name)
     suggestion = (
         suggest.suggest_for_path(group, name)
+        or extensions.not_imported(group, name)
         or (f" Did you mean {named_elsewhere}?" if named_elsewhere else "")
         or did_you_mean(name, options)
         or did_you_mean(name.rpartition("/")[2], options)

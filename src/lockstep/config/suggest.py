@@ -124,7 +124,9 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
         return suggestion
     if block and (option_names := options_with(block, last)):
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
-        return f" {block}={', '.join(option_names)} has it: {choose}, or remove it."
+        parts = {name: f"_{name.rpartition('.')[2]}" for name in siblings}
+        alike = [name for name, part in parts.items() if part.endswith(f"_{last}") or f"_{last}".endswith(part)]
+        return f"{_meant(alike, value)} {block}={', '.join(option_names)} has {last}: {choose}, or remove it."
     if (proposal := suggest_override(key, value)) and not proposal.startswith(f"{key}="):
         return f" Did you mean {proposal}{size_note(proposal)}?"
     if block and siblings:
@@ -137,5 +139,9 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
         return suggest_key(f"{blocks[0]}.{key.partition('.')[2]}", value, names)
     else:
         near = close_to(key, [name for name in names if "." not in name]) or close_to(key, names)
-    shown_names = [repr(name) if value is None else shell_command([f"{name}={value}"]) for name in near]
-    return f" Did you mean {' or '.join(shown_names)}?" if near else ""
+    return _meant(near, value)
+
+
+def _meant(names: list[str], value: str | None) -> str:
+    shown_names = [repr(name) if value is None else shell_command([f"{name}={value}"]) for name in names]
+    return f" Did you mean {' or '.join(shown_names)}?" if names else ""

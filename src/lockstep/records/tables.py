@@ -8,7 +8,7 @@ from lockstep.core.run import TEST_SCORES, Run
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, column_of_settings, show_table
 from lockstep.core.tags import Directions, Monitor, figure_text
-from lockstep.records.record import SCORE, columns_of, directions_of, head, score_text
+from lockstep.records.record import SCORE, Record, columns_of, directions_of, head, score_text
 from lockstep.records.runs import JobRun, Row, column_direction, spread_of, tables
 
 INTERVAL = (
@@ -85,6 +85,17 @@ def job_numbers(jobs: Sequence[int]) -> str:
     """Numbers of jobs: `3`, `0-2` or `0, 2`."""
     is_range = len(jobs) > 2 and [*jobs] == [*range(jobs[0], jobs[-1] + 1)]
     return f"{jobs[0]}-{jobs[-1]}" if is_range else ", ".join(map(str, jobs))
+
+
+def errors_of(records: Iterable[Record]) -> Iterator[tuple[Record, list[str]]]:
+    """Each error of jobs once: the first job that has it, and its lines, which begin with the numbers of the jobs."""
+    alike: dict[str, list[Record]] = {}
+    for record in records:
+        alike.setdefault(record.error, []).append(record)
+    alike.pop("", None)
+    for error, jobs in alike.items():
+        names = f"job{'s' * (len(jobs) > 1)} {job_numbers([record.number for record in jobs])}"
+        yield jobs[0], [f"{names}: {line}" for line in error.split("\n")]
 
 
 def _difference(row: Row, figure: str) -> str:

@@ -18,6 +18,7 @@ from lockstep.core.tags import Monitor, figure_text
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import SCORE, Record, best_of, cells, columns_of, directions_of, head, swept_keys, varied
 from lockstep.records.runs import JobRun, groups
+from lockstep.records.tables import errors_of
 from lockstep.report.charts import MOST_CURVES, Curve, line_chart
 from lockstep.report.run_page import number, rendered
 from lockstep.telemetry import pictures
@@ -63,7 +64,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         "title": f"Sweep {ledger.folder.name}",
         "folder": str(ledger.folder.absolute()),
         "headline": _headline([*jobs.values()], swept),
-        "notes": [*notes, *(f"job {record.number}: {record.error}" for record in records if record.error)],
+        "notes": [*notes, *("\n".join(lines) for _, lines in errors_of(records))],
         "summary": [row for row in summary.items() if row[1]],
         "charts": [
             *_charts(scored := [record for record in ranked if record.score is not None], swept, costs, monitor),

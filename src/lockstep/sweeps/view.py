@@ -37,7 +37,7 @@ from lockstep.records.record import (
     varied,
 )
 from lockstep.records.runs import JobRun, Row, groups
-from lockstep.records.tables import job_numbers, show_groups
+from lockstep.records.tables import errors_of, job_numbers, show_groups
 from lockstep.runtime.program import explain
 from lockstep.telemetry.progress import ALWAYS, FigureColumn, format_duration, in_line
 
@@ -113,6 +113,7 @@ class SweepView:
         # With halving: the share of its steps that each job has done at the end of the present round, the share that
         # it does in this round, and the work of the later rounds, in jobs that train all of their steps.
         self.share, self.portion, self.later = 1.0, 1.0, 0.0
+        self.errors: dict[str, int] = {}  # the sentences that this call has shown, each with its first job
         self.durations: list[float] = []  # of the jobs of this call that have ended, as if with all of their steps
         # Drawn by `refresh` and not by a separate thread: a process with two threads cannot fork a job.
         self.live = Live(
@@ -159,14 +160,16 @@ class SweepView:
         status = JobRun(self.ledger, record, self.monitor).status
         state = "paused" if record.state is State.waiting else status  # others may be better
         is_done, score = record.state is State.done, score_text(record.objective, self.monitor.name)
-        ending = f"{state}: {record.error}" if record.error else f"{state} {score * is_done}".rstrip()
+        first = self.errors.setdefault(record.error, record.number) if record.error else record.number
+        reason = f": {record.error}" if first == record.number else f" for the same reason as job {first}"
+        ending = f"{state}{reason}" if record.error else f"{state} {score * is_done}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{len(self.records) - len(self.open):>{len(total)}} of {total}"
         duration = f"  in {format_duration(record.ended - record.started)}" if record.started else ""
         self.show(f"{position}  {self._name(record)}  {ending}{duration}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
         is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
-        if is_failure and not (self.live.is_started and sys.stderr.isatty()):
+        if is_failure and first == record.number and not (self.live.is_started and sys.stderr.isatty()):
             explain(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
 
     def refresh(self, waiting: int = 0) -> None:
@@ -238,13 +241,11 @@ class SweepView:
         for line in self._conclusions(rows, runs, names):
             log.show(line)
         self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
-        for record in records:
-            if record.error:
-                for line in record.error.split("\n"):
-                    log.show(f"job {record.number}: {line}")
-                if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
-                    output = relative(output_of(self.ledger, record))
-                    log.show(f"    what it printed: {output}")
+        for record, lines in errors_of(records):
+            for line in lines:
+                log.show(line)
+            if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
+                log.show(f"    what it printed: {relative(output_of(self.ledger, record))}")
 
     def _conclusions(self, rows: Sequence[Row], runs: Sequence[JobRun], names: Sequence[str]) -> Iterator[str]:
         """The lines about several objectives: the trade-offs, and what was not measured."""

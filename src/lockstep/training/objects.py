@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, fields, replace
 from enum import Enum
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lockstep.config.commands import override
 from lockstep.config.extensions import OBJECT, OBJECT_CLASSES, arguments_of, is_object
 from lockstep.config.options import OBJECTS, known
 from lockstep.config.schema import GROUPS, MANY, Job
+from lockstep.config.suggest import suggest_option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, Role, default_of, ranged, ruled, with_role
 from lockstep.core.observer import Callback
@@ -115,6 +116,10 @@ class DatasetObject(DatasetOption):
     channel_std: list[float] | None = ranged(None, least=1e-6, most=1e6)
     original: InitVar[Any] = None
 
+    val_remedy: ClassVar[str] = (
+        "give one, lockstep.dataset(train, val=DATASET), or evaluate a share of each class, with val_share=0.1"
+    )
+
     def __post_init__(self, original: Any) -> None:
         super().__post_init__()
         object.__setattr__(self, "original", original)
@@ -175,20 +180,37 @@ def stand_in(group: str, value: Any) -> Any:
         return value
     if isinstance(value, str):
         raise InputError(f'{group} is a text, expected an object; an option is chosen by a word: ["{group}={value}"]')
-    if isinstance(value, type):
-        name = value.__name__
-        raise InputError(f"{group} is the class {name}, expected an object of it: {group}={name}(...)")
     named = value if hasattr(value, "__qualname__") else cls
+    name = named.__name__
+    usual = suggest_option(group, name.lower())  # of a class of torch or timm
+    is_class = isinstance(value, type)
+    if is_class and (group in OBJECT_CLASSES or value in options.declared(group).values() or not usual):
+        raise InputError(f"{group} is the class {name}, expected an object of it: {group}={name}(...)")
     if group == "model" and isinstance(value, nn.Module):
-        return ModelObject(type=named.__name__, module=named.__module__, weights=digest(value), original=value)
+        return ModelObject(type=name, module=named.__module__, weights=digest(value), original=value)
+    if group == "loss" and cls.__module__ == nn.CrossEntropyLoss.__module__ and value.reduction != "none":
+        word = f", or use the word {usual}" * bool(usual)
+        raise InputError(
+            f"loss is {name} with reduction={value.reduction!r}, expected one loss per example: "
+            f'{name}(reduction="none"){word}'
+        )
     if group == "loss" and callable(value):
-        return LossObject(type=named.__name__, module=named.__module__, original=value)
+        return LossObject(type=name, module=named.__module__, original=value)
+    kind = f"the class {name}" if is_class else f"an object of {name}"
     accepted = {"model": "a torch.nn.Module, or ", "loss": "a function or a torch.nn.Module, or "}.get(group, "")
-    datasets = "; Datasets of torch are lockstep.dataset(train=..., val=...)" if group == "dataset" else ""
+    datasets = "; Datasets of torch, such as LOADER.dataset, are lockstep.dataset(train=..., val=...)"
     raise InputError(
-        f"{group} is an object of {cls.__name__}, expected {accepted}an object of a class with "
-        f'@lockstep.option("{group}"){datasets}'
+        f'{group} is {kind}, expected {accepted}an object of a class with @lockstep.option("{group}")'
+        f"{datasets * (group == 'dataset')}{_same_as(group, usual)}"
     )
+
+
+def _same_as(group: str, usual: str) -> str:
+    """The end of a sentence: our class and words for an object of another library, where these are known."""
+    name = usual.removeprefix(f"{group}=")
+    if (cls := options.classes_of(group).get(name)) is None:
+        return f"; the words are {usual}" * bool(usual)
+    return f": {options.class_path(cls)}({'lr=' * (group == 'optimizer')}...), or the word {usual}"
 
 
 def changed_words(key: str, option: Any) -> list[str]:

@@ -44,7 +44,7 @@ from lockstep.training.network import (
     frozen_names,
     recompute_blocks,
 )
-from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions
+from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions, named
 
 if TYPE_CHECKING:
     from lockstep.training.averages import EMA
@@ -286,7 +286,7 @@ def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> 
     """
     classes = job.dataset.classes
     module = job.loss.build(classes, labels).to(world.device)
-    name = f"the loss {type(job.loss).__name__}"
+    name = f"the loss {named(job.loss)}"
     if next(module.parameters(), None) is not None:
         raise InputError(f"{name} has parameters, which no optimizer trains; make them buffers or constants")
     logits = torch.randn((TRIED, classes), generator=torch.Generator().manual_seed(0))

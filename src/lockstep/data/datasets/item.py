@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import BrokenImage, InputError, StorageError, escaped
@@ -115,6 +115,8 @@ def check_map_style(dataset: Any, split: str) -> None:
     if isinstance(dataset, IterableDataset):
         lacks = ["__getitem__"]
     where = f"dataset: the Dataset of the {SPLIT_NAMES[split]} split, of type {type(dataset).__name__},"
+    if isinstance(dataset, DataLoader):
+        raise InputError(f"{where} makes batches, expected the Dataset that it takes them from: give its .dataset")
     if lacks:
         raise InputError(
             f"{where} has no {' and no '.join(lacks)}, so no example can be read by its index, as an exact order and "

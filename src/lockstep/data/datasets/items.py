@@ -158,6 +158,9 @@ class DatasetOption(FileSource):
     thread_safe: ClassVar[bool] = True
     """Whether several threads may read items of a Dataset at once."""
     part: ClassVar[str] = "split"
+    val_remedy: ClassVar[str] = (
+        "return one in val_dataset(), or evaluate a share of each class with dataset.val_share=0.1"
+    )
     test_split: ClassVar[None] = None  # see `FileSource`
 
     @abstractmethod
@@ -205,10 +208,7 @@ class DatasetOption(FileSource):
         if self.is_cut:
             val, test = None, val if test is None else test
         elif val is None:
-            raise InputError(
-                "dataset: there is no Dataset to evaluate; return one in val_dataset(), or evaluate a share of each "
-                "class with dataset.val_share=0.1"
-            )
+            raise InputError(f"dataset: there is no Dataset to evaluate; {self.val_remedy}")
         datasets = zip(SPLIT_NAMES, (train, val, test), strict=True)
         lock = nullcontext() if self.thread_safe else Lock()
         return {name: Items.of(items, name, lock) for name, items in datasets if name == "train" or items is not None}

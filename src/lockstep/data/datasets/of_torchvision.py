@@ -1,6 +1,6 @@
 """Classification data sets of torchvision by their names: `dataset=torchvision dataset.name=Flowers102`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, did_you_mean, reason_of
@@ -49,6 +49,8 @@ class Torchvision(DatasetOption):
 
     name: str = ruled("???", TEXT)  # the class in `torchvision.datasets`
     root: str = in_config("${data_root}", pathname("data"))  # the folder that its class takes as `root`
+
+    val_remedy: ClassVar[str] = "evaluate a share of each class with dataset.val_share=0.1"
 
     def train_dataset(self) -> Any:
         return self._dataset(0)
