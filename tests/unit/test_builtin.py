@@ -108,8 +108,17 @@ def test_mnist_is_read_packed_or_not_and_is_not_unpacked(tmp_path: Path, suffix:
 
 @pytest.mark.parametrize(
     "content",
-    [gzip.compress(bytes(5000))[:-9], b"\x1f\x8b\x08 no gzip", b"no idx"],
-    ids=["cut short", "no gzip", "no idx"],  # not the bytes: gzip writes the time into them
+    [
+        *(gzip.compress(bytes(5000))[:-9], b"\x1f\x8b\x08 no gzip", b"no idx"),
+        *(gzip.compress(idx(small_mnist()[NAMES[0]]) + more) for more in (b"\0", bytes(28 * 28))),
+    ],
+    ids=[
+        "cut short",
+        "no gzip",
+        "no idx",
+        "a byte too many",
+        "an image too many",
+    ],  # not the bytes: gzip writes the time into them
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (write_mnist(tmp_path) / "MNIST" / "raw" / "train-images-idx3-ubyte").unlink()
@@ -185,6 +194,7 @@ def test_fake_images_are_the_same_every_time() -> None:
     assert not torch.equal(source.train().images[:5], source.eval().images)
     assert set(source.train().labels.tolist()) == {0, 1, 2}
     assert len(source.mean) == len(source.std) == 2
+    assert [len(Fake(examples=number, size=1).eval()) for number in (1, 3, 4, 7, 8)] == [1, 1, 1, 1, 2]
 
 
 class Mirror:

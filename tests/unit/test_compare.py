@@ -407,6 +407,16 @@ def test_the_runs_and_sweeps_of_a_folder_are_listed(swept: Ledger, capsys: CAPSY
     assert [row["name"] for row in listed(capsys, outputs, sort="score")] == ["sweeps/one", "a", "b"]
     assert [row["name"] for row in listed(capsys, outputs, filters=["state=failed"])] == ["b"]
     assert [row["name"] for row in listed(capsys, outputs, filters=["batch<10", "score>40"])] == ["a"]
+    run(outputs / "c", "batch=16", score=0.0)
+    for limit, names in {
+        "score<50": ["c"],
+        "score>50": ["sweeps/one"],
+        "score<0": [],
+        "score>-1": ["a", "c", "sweeps/one"],
+    }.items():
+        assert sorted(row["name"] for row in listed(capsys, outputs, filters=[limit])) == names, limit
+    assert listed(capsys, outputs, filters=["overrides<1"]) == [], "a list is neither less nor more"
+    shutil.rmtree(outputs / "c")
     assert len(listed(capsys, swept.folder)) == 9
     runs(str(outputs), sort="when", filters=[], form="table")
     assert "sweeps/one" in table(capsys)

@@ -60,6 +60,12 @@ def test_booleans_are_black_and_white() -> None:
     assert torch.equal(source(PIXELS > 99).train().images, torch.from_numpy(PIXELS > 99) * torch.tensor(255).byte())
 
 
+@pytest.mark.parametrize("off", [-0.49, 0.49])
+def test_floats_become_the_nearest_bytes(off: float) -> None:
+    floats = ((PIXELS + off) / 255).clip(0, 1)
+    assert torch.equal(source(floats).train().images, torch.from_numpy(PIXELS))
+
+
 @pytest.mark.parametrize(
     ("images", "says"),
     [

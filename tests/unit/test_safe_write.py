@@ -4,19 +4,36 @@ import errno
 import os
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core import safe_write
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.figures import Predictions
+from lockstep.core.model_card import ModelCard
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import check_out, write_atomic
+from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.packed import pack_source
+from lockstep.data.transforms.augment import NoAugment
+from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.inference import export
+from lockstep.inference.predictor import Predictor
+from lockstep.precision import FP32
+from lockstep.records.ledger import Identity, Ledger
+from lockstep.report.run_page import write_report
+from lockstep.report.sweep_page import write_sweep_report
+from lockstep.telemetry.sinks import JsonLines
 
 
 @pytest.fixture
@@ -67,6 +84,110 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     assert calls[named + 1] == ("sync", "checkpoints")
     weights = calls.index(("name", "model.safetensors"))
     assert calls[weights - 1 :: 2] == [("sync", ".tmp"), ("sync", "run")]
+
+
+@pytest.fixture
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """For each file or folder that was renamed, by its new name, what of it had changed since its last fsync."""
+    flushed: dict[int, int] = {}
+    named: dict[str, list[str]] = {}
+    replace, rename = os.replace, os.rename
+
+    def synced(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        flushed[status.st_ino] = status.st_mtime_ns
+
+    def checked(source: Path, target: Path) -> None:
+        parts = {path: path.stat() for path in (Path(source), *Path(source).rglob("*"))}
+        named[Path(target).name] = [
+            part.name for part, of in parts.items() if flushed.get(of.st_ino) != of.st_mtime_ns
+        ]
+        (replace if Path(target).is_file() else rename)(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", checked)
+    monkeypatch.setattr(os, "rename", checked)
+    return named
+
+
+def write_ledger(place: Path) -> None:
+    ledger = Ledger(place / "sweep")
+    ledger.create(Identity(figure="top1"))
+    (record,) = ledger.enter([(("seed=1",), "seed=1")])
+    (ledger.folder / record.folder).mkdir()
+    ledger.end(ledger.start(record), State.done, objective=1.0)
+    write_sweep_report(ledger)
+
+
+def write_pack(place: Path) -> None:
+    for name in ("train/a/1.png", "train/b/2.png", "val/a/3.png", "val/b/4.png"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(place / name)
+    pack_source(Folder(path=str(place), decode_size=8), place / "packed", threads=1, advanced=lambda number: None)
+
+
+def write_run(place: Path) -> None:
+    run = RunDir.at(place / "run")
+    run.write_summary(status="completed")
+    write_report(Run(run.path))
+    facts = {
+        "names": ["a"],
+        "examples": [1],
+        "predicted": [1],
+        "hits": [1],
+        "confusion": [],
+        "curves": [],
+        "worst": [],
+    }
+    Predictions(step=1, **facts).write(run.validation)
+    JsonLines(run.metrics, 0.0).close()
+
+
+def write_exports(place: Path) -> None:
+    """A program of any format, and a folder of timm's, of a network that is not trained."""
+    parts = {"model": "models.Timm", "precision": "precision.FP32", "loss": "losses.CrossEntropy"}
+    facts: dict[str, Any] = {part: {"_target_": f"lockstep.{name}"} for part, name in parts.items()}
+    facts |= {"classes": 2, "class_names": ("a", "b"), "image_shape": (3, 32, 32), "input_shape": (3, 32, 32)}
+    facts |= {"eval_crop": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3, "eval_views": 1, "eval_batch": 8}
+    card = ModelCard(**facts, trained_on={"_target_": "lockstep.data.datasets.Folder"}, lockstep="1")
+    options: dict[str, Any] = {"device": torch.device("cpu"), "precision": FP32()}
+    predictor = Predictor(
+        card=card,
+        model=timm.create_model("test_resnet", num_classes=2).eval(),
+        memory_format=torch.contiguous_format,
+        transforms=DeviceTransforms.of(card, NoAugment(), seed=0, **options),
+        **options,
+    )
+    export.export_folder(predictor, None, place / "timm")
+    images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    export.write_export(predictor, images, place / "model.file", kind="test", floats=False)
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (write_ledger, {"sweep.json", "000.json", "best", "report.html"}),
+        (write_pack, {"packed"}),
+        (write_run, {"summary.json", "report.html", "validation.json", "metrics.jsonl"}),
+        (write_exports, {"timm", "model.file"}),
+    ],
+)
+def test_all_of_what_gets_a_name_is_on_the_disk_before(
+    tmp_path: Path,
+    unflushed: dict[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], None],
+    names: set[str],
+) -> None:
+    def write_program(module: Any, example: Any, metadata: dict[str, str], path: Path) -> None:
+        path.write_text("a program")
+
+    form = export.Format(".file", write_program, lambda path: lambda images: torch.zeros(len(images), 2))
+    monkeypatch.setitem(export.EXPORT_FORMATS, "test", form)
+    monkeypatch.setattr(export, "LARGEST_SHARE", 2.0)  # it has other logits
+    write(tmp_path)
+    assert names <= unflushed.keys()
+    assert {name: parts for name, parts in unflushed.items() if parts} == {}
 
 
 def test_a_disk_without_room_is_one_sentence_with_a_remedy(tmp_path: Path, full_disk: Any) -> None:

@@ -246,6 +246,8 @@ def test_the_published_evaluation_images_are_the_test_split_of_a_cut_array() -> 
         both = torch.cat([digits.train().images, digits.eval().images]).flatten(1)
         assert sorted(both.tolist()) == sorted(whole.train().images.flatten(1).tolist())
         assert digits.fingerprint()["test"] == whole.fingerprint()["val"]
+        few = Digits(limit=10, **options)  # type: ignore[arg-type]
+        assert [len(few.train()), len(few.eval()), len(few.test() or ())] == [10, 10, 10], "as of files"
     assert all({"val_share", "folds"} <= vars(cls)["__dataclass_fields__"].keys() for cls in (Digits, ArraySource))
 
 

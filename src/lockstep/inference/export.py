@@ -262,6 +262,8 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
             ) from error
         if not equal:
             raise LockstepError("--to timm: the model that timm builds has other logits; nothing was written")
+        sync(folder / MODEL)
+        sync(folder)
         folder.rename(target)
     for difference in differences:
         log.show_warning(f"--to timm: {difference}: predictions can differ from those of lockstep predict")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.commands import shell_command
 from lockstep.config.roles import is_sample
@@ -221,10 +222,11 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
         raise InputError(
             f"--filter {condition}: {wrong}; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done"
         )
-    value, sign, limit = row.get(match[1]), match[2][0], match[2][1:]
+    value: Any = row.get(match[1])
+    sign, limit = match[2][0], match[2][1:]
     if sign == "=":
         return limit in map(str, value if isinstance(value, list) else [value])
     try:
-        return float(value or "none") < float(limit) if sign == "<" else float(value or "none") > float(limit)
-    except ValueError:
+        return float(value) < float(limit) if sign == "<" else float(value) > float(limit)
+    except (TypeError, ValueError):
         return False
