@@ -1,0 +1,163 @@
+"""The moments of callbacks in the loop, on parts that are put together by hand: their order, a stop, their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable as Function
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_trainer import fitted, network, trainer_of
+from torch import Tensor
+
+from lockstep.core.observer import Callback, TrainingRun
+from lockstep.core.world import World
+from lockstep.optim.sam import SAM
+from lockstep.training.moments import Callbacks, Moments
+from lockstep.training.train_state import Progress
+from lockstep.training.trainer import Trainer
+
+MOMENTS = ("run_start", "epoch_start", "after_backward", "step_end")
+MOMENTS += ("evaluation_start", "evaluation_end", "epoch_end", "run_end")
+LATER = {"log_every": 9, "eval_every": 2, "save_every": 9}  # an epoch has two steps
+
+
+class Told(Callback):
+    """Keeps what it is told, as its state too, in a list that grows; `acts` may add to it."""
+
+    def __init__(self, acts: Function[[str, TrainingRun], None] = lambda moment, run: None) -> None:
+        self.acts, self.moments = acts, list[tuple[str, int]]()
+        for moment in MOMENTS:
+            setattr(self, moment, lambda run, *_, moment=moment: self.tell(moment, run))
+
+    def tell(self, moment: str, run: TrainingRun) -> None:
+        self.moments.append((moment, run.step))
+        self.acts(moment, run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = [*map(tuple, state["moments"])]
+
+
+def told_by(callback: Callback, **options: Any) -> Trainer:
+    """A trainer that tells a callback."""
+    trainer = trainer_of(network(), World.solo(), **{"every": LATER, **options})
+    run = TrainingRun(
+        folder=Path(),
+        config={},
+        plan=trainer.plan,
+        world=trainer.world,
+        model=trainer.state.model,
+        optimizer=trainer.state.optimizer,
+        log=lambda name, value: None,
+        step=trainer.progress.step,
+    )
+    callbacks = Callbacks({"told": callback})
+    return replace(trainer, moments=Moments(callbacks=callbacks, run=run, progress=trainer.progress, saved={}))
+
+
+def epoch(step: int, *after: str) -> list[tuple[str, int]]:
+    """The moments of the epoch that begins with a step."""
+    steps = [(moment, at) for at in (step, step + 1) for moment in ("after_backward", "step_end")]
+    return [("epoch_start", step), *steps, *((moment, step + 1) for moment in after)]
+
+
+def test_each_moment_comes_at_its_step_whether_an_evaluation_is_the_best_or_not() -> None:
+    told = Told()
+    trainer = told_by(told, steps=4)
+    trainer.predictions.finish = lambda step: None  # type: ignore[method-assign]
+    events = fitted(trainer)[0]
+    ends = ("evaluation_start", "evaluation_end", "epoch_end")
+    assert told.moments == [("run_start", 0), *epoch(1, *ends), *epoch(3, *ends), ("run_end", 4)]
+    assert [event[:2] for event in events if event[0] == "eval"] == [("eval", 2), ("eval", 4)]
+    assert events[0] == ("eval", 2, True), "the first one is the best so far"
+
+
+def test_an_epoch_without_an_evaluation_ends_too() -> None:
+    told = Told()
+    fitted(told_by(told, steps=5, every={**LATER, "eval_every": 9}))
+    assert [step for moment, step in told.moments if moment == "epoch_end"] == [2, 4], "the fifth step begins one"
+
+
+def test_a_step_has_its_own_losses_and_outputs_and_their_mean_over_the_examples() -> None:
+    seen = list[tuple[int, list[int], Tensor, Tensor]]()
+
+    def look(moment: str, run: TrainingRun) -> None:
+        if moment == "step_end":
+            seen.append((run.step, [*map(len, run.outputs)], run.loss, sum(run.losses) / sum(map(len, run.outputs))))
+
+    fitted(told_by(Told(look), steps=3, micro_batches=3))
+    assert [(step, sizes) for step, sizes, *_ in seen] == [(1, [2, 3, 3]), (2, [0, 1, 1]), (3, [2, 3, 3])]
+    assert [float(loss) for *_, loss, _ in seen] == [float(mean) for *_, mean in seen]
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "last", "evaluated"),
+    [
+        ("epoch_start", 3, 3, [2, 3]),
+        ("after_backward", 3, 3, [2, 3]),
+        ("step_end", 3, 3, [2, 3]),
+        ("step_end", 4, 4, [2, 4]),
+        ("evaluation_end", 2, 2, [2]),
+        ("epoch_end", 2, 2, [2]),
+    ],
+)
+def test_a_stop_at_any_moment_ends_the_run_evaluated_saved_and_for_the_first_reason(
+    moment: str, step: int, last: int, evaluated: list[int]
+) -> None:
+    def stop(now: str, run: TrainingRun) -> None:
+        if (now, run.step) == (moment, step):
+            run.stop("enough")
+            run.stop("more than enough")
+
+    told = Told(stop)
+    trainer = told_by(told, steps=9)
+    events, ended_at, message = fitted(trainer)
+    assert (ended_at, message) == (last, "")
+    assert [event[1] for event in events if event[0] == "eval"] == evaluated
+    assert events[-1] == ("save", last, True), "with its evaluation"
+    assert trainer.ended_early == "a callback ends the run: enough"
+    assert told.moments[-1] == ("run_end", last)
+
+
+@pytest.mark.parametrize(("step", "moments"), [(3, []), (4, ["epoch_end"])])
+def test_the_evaluation_of_a_run_that_a_callback_has_ended_is_made_up(step: int, moments: list[str]) -> None:
+    told = Told()
+    trainer = told_by(told, steps=9, progress=Progress(step=step, stopped="enough"))
+    assert fitted(trainer) == ([("eval", step, True), ("save", step, True)], step, "")
+    between = ["evaluation_start", "evaluation_end", *moments]
+    assert [moment for moment, _ in told.moments] == ["run_start", *between, "run_end"]
+
+
+@pytest.mark.parametrize("moment", ["epoch_start", "evaluation_start"])
+def test_a_stop_within_a_step_or_an_evaluation_leaves_the_state_of_before(moment: str) -> None:
+    def ask(now: str, run: TrainingRun) -> None:
+        if (now, run.step) == (moment, 3 if moment == "epoch_start" else 2):
+            trainer.stop.requested = True
+
+    told = Told(ask)
+    trainer = told_by(told, steps=9, micro_batches=3)
+    _, step, message = fitted(trainer)
+    assert (step, message) == (2, "stopped at step 2 of 9 and saved")
+    ends = () if moment == "evaluation_start" else ("evaluation_start", "evaluation_end", "epoch_end")
+    assert told.moments == [("run_start", 0), *epoch(1, *ends)]
+
+
+def test_a_step_that_computes_several_gradients_tells_of_the_first_alone() -> None:
+    told = Told()
+    trainer = told_by(told, steps=2)
+    optimizer = SAM(lr=0.5, momentum=0.0).build(trainer.state.model)
+    trainer.step.state = trainer.state = replace(trainer.state, optimizer=optimizer)
+    trainer.step.takes_closure = True
+    fitted(trainer)
+    assert [step for moment, step in told.moments if moment == "after_backward"] == [1, 2]
+
+
+def test_callbacks_that_a_checkpoint_does_not_have_start_fresh() -> None:
+    one, other = Told(), Told()
+    callbacks = Callbacks({"one": one, "other": other})
+    callbacks.load_state_dict({"other": {"moments": [("step_end", 7)]}, "gone": {}})
+    assert (one.moments, other.moments) == ([], [("step_end", 7)])

@@ -1,0 +1,173 @@
+"""How the loop ends early and goes on after a resume, on parts that are put together by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_trainer import ACCURACY, COMMON, RARE, RARELY, Always, Silent, fitted, network, trainer_of
+from torch import nn
+
+from lockstep.core.errors import NumericalError
+from lockstep.core.tags import Monitor
+from lockstep.core.world import World
+from lockstep.optim.schedule import Plateau
+from lockstep.runtime.signals import StopNow
+from lockstep.training.averages import EMA
+from lockstep.training.evaluate import Patience
+from lockstep.training.network import Freezing
+from lockstep.training.train_state import Progress
+
+EACH_STEP = {"log_every": 9, "eval_every": 1, "save_every": 9}
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("monitor", ["top1", "nobody's"])
+def test_patience_ends_a_run_at_its_evaluation_saved_and_with_a_best_step(limit: int, monitor: str) -> None:
+    """The score never improves, or has no value."""
+    options = {"patience": Patience(limit=limit), "monitor": Monitor(monitor), "every": EACH_STEP}
+    trainer = trainer_of(Always(RARE), World.solo(), steps=9, **options)
+    trainer.telemetry.display = trainer.telemetry  # type: ignore[misc, assignment]
+    events, step, _ = fitted(trainer)
+    last = 1 + limit
+    assert step == last
+    assert [event[1] for event in events if event[0] == "eval"] == [*range(1, last + 1)]
+    best = last if monitor == "nobody's" else 1  # without a score the present weights are the best
+    assert [event for event in events if event[0] == "save"] == [("save", at, True) for at in sorted({best, last})]
+    assert trainer.progress.best_step == best
+    assert trainer.progress.best_figures["top1"] == pytest.approx(ACCURACY[RARE])
+    assert f" (step 1) for {limit} evaluation{'s' * (limit > 1)}; train.patience={limit} ends" in trainer.ended_early
+    again = trainer_of(Always(RARE), World.solo(), steps=9, progress=trainer.progress, **options)
+    assert fitted(again) == ([], last, ""), "a resume takes no step more"
+
+
+@pytest.mark.parametrize(("start", "averaged"), [(1, True), (2, True), (3, False)])
+def test_the_end_by_patience_says_if_the_last_score_is_of_averaged_weights(start: int, averaged: bool) -> None:
+    model = Always(RARE)
+    ema = EMA(model, 0.9)
+    ema.start = start
+    progress = Progress(step=2, scores=[(1, 50.0), (2, 50.0)])
+    trainer = trainer_of(model, World.solo(), steps=9, ema=ema, progress=progress, patience=Patience(limit=1))
+    assert trainer.ended_early.startswith(
+        "val top-1" + " of the averaged weights" * averaged + " has not been better"
+    )
+
+
+def test_the_score_of_the_raw_weights_is_kept_beside_the_score_of_the_average() -> None:
+    model = Always(COMMON)
+    ema = EMA(model, 0.9)
+    ema.n_averaged += 1
+    model.label = RARE
+    trainer = trainer_of(model, World.solo(), ema=ema)
+    trainer.evaluate(1)
+    assert trainer.raw_score == pytest.approx(ACCURACY[RARE])
+    assert trainer.progress.score == trainer.progress.best == pytest.approx(ACCURACY[COMMON])
+    figures = {name: value for name, value in trainer.telemetry.figures[1].items() if name.endswith("top1")}
+    assert figures == pytest.approx({"acc/val_top1": ACCURACY[RARE], "acc/val_ema_top1": ACCURACY[COMMON]})
+
+
+def test_a_resume_gives_the_schedule_the_gains_of_the_evaluations_that_had_a_score() -> None:
+    scores = [(1, 3.0), (2, None), (3, float("nan")), (4, 2.0)]
+    options: dict[str, Any] = {"monitor": Monitor.parse("-loss"), "schedule": Plateau(patience=0, gamma=0.5)}
+    trainer = trainer_of(network(), World.solo(), steps=9, progress=Progress(step=4, scores=scores), **options)
+    assert trainer.step.scores == [(1, -3.0), (4, -2.0)]
+
+
+class Keeping(Silent):
+    """Keeps the progress that it is to write, as a thread that has not written it yet does."""
+
+    def save(self, *, progress: dict[str, Any], **state: Any) -> None:
+        self.events.append(progress)
+
+
+def test_scores_that_come_while_a_checkpoint_is_written_are_not_in_it() -> None:
+    trainer = trainer_of(network(), World.solo(), steps=3, every={**EACH_STEP, "save_every": 1})
+    trainer.checkpointer = keeping = Keeping()  # type: ignore[assignment]
+    fitted(trainer)
+    assert [(kept["step"], [step for step, _ in kept["scores"]]) for kept in keeping.events] == [
+        (step, [*range(1, step + 1)]) for step in (1, 2, 3)
+    ]
+
+
+def test_broken_images_of_both_loaders_are_counted() -> None:
+    trainer = trainer_of(network(), World.solo())
+    trainer.loader = SimpleNamespace(count_skipped=lambda: 2)  # type: ignore[assignment]
+    assert trainer.count_skipped() == 2
+    trainer.test_loader = SimpleNamespace(count_skipped=lambda: 5)  # type: ignore[assignment]
+    assert trainer.count_skipped() == 7
+
+
+def test_a_step_is_undone_while_it_is_compiled_for_its_shape_frozen_and_thawed() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    trainer = trainer_of(model, World.solo(), interrupts_compiling=True)
+    freezing = Freezing.of(model, frozenset({"0.weight", "0.bias"}), until=2)
+    trainer.state = trainer.step.state = replace(trainer.state, freezing=freezing)
+    shard, short = next(groups := trainer.transforms.train(trainer.loader.train(after=0))), next(groups)
+    undone = list[bool]()
+    model[-1].register_forward_hook(lambda *_: undone.append(trainer.stop.undoes))
+    for shape, step in ((shard, 1), (shard, 2), (short, 2), (shard, 3), (short, 3), (shard, 4), (short, 4)):
+        trainer.step_or_undo(replace(shape, step=step))
+        assert not trainer.stop.undoes, "an evaluation is not undone"
+    assert undone == [True, False, True, True, True, False, False]
+
+
+def test_a_step_that_is_compiled_again_after_its_undoing_is_undone_again() -> None:
+    trainer = trainer_of(network(), World.solo(), interrupts_compiling=True)
+    shard = next(iter(trainer.transforms.train(trainer.loader.train(after=0))))
+    undone = list[bool]()
+
+    def stop_at_first(*_: Any) -> None:
+        undone.append(trainer.stop.undoes)
+        if len(undone) == 1:
+            raise StopNow
+
+    trainer.state.model[-1].register_forward_hook(stop_at_first)
+    with pytest.raises(StopNow):
+        trainer.step_or_undo(shard)
+    trainer.step_or_undo(shard)
+    assert undone == [True, True]
+
+
+class Renewed(EMA):
+    """An average that keeps what its statistics are to be computed from."""
+
+    def renew_statistics(self, frozen: Any, blocks: Any, number: int, forward: Any, world: World) -> None:  # type: ignore[override]
+        self.asked = (len([*frozen]), [len(block) for block in blocks], number)
+
+
+@pytest.mark.parametrize(
+    ("images", "sizes"), [(1, [2]), (2, [2]), (3, [2]), (4, [2, 2]), (9, [2] * 4), (10, [2] * 5), (99, [2] * 5)]
+)
+@pytest.mark.parametrize(("step", "frozen"), [(1, 1), (2, 1), (3, 0)])
+def test_a_mean_has_the_statistics_of_whole_blocks_and_frozen_norms_keep_theirs(
+    images: int, sizes: list[int], step: int, frozen: int
+) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    average = Renewed(model, 0.9)
+    average.norms, average.images = [(average.module[0], model[0])], images
+    trainer = trainer_of(model, World.solo(), ema=average)
+    trainer.state = replace(trainer.state, freezing=Freezing.of(model, frozenset({"0.weight", "0.bias"}), until=2))
+    trainer._renew_statistics(step)
+    assert average.asked == (frozen, sizes, len(sizes))
+
+
+@pytest.mark.parametrize("event", RARELY)
+def test_a_step_that_is_exactly_due_is_due_once_and_the_last_one_always(event: str) -> None:
+    name = {"log_every": "log", "eval_every": "eval", "save_every": "save"}[event]
+    every = {**dict.fromkeys(RARELY, 9), event: 2}
+    for steps, expected in ((4, [2, 4]), (5, [2, 4, 5])):
+        trainer = trainer_of(network(), World.solo(), steps=steps, every=every)
+        trainer.judge = lambda figures: False  # type: ignore[method-assign]
+        assert [at[1] for at in fitted(trainer)[0] if at[0] == name] == expected
+
+
+def test_weights_are_checked_for_being_finite_at_a_save_between_log_points_too() -> None:
+    model = network()
+    trainer = trainer_of(model, World.solo(), every={"log_every": 2}, progress=Progress(step=3))
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.nan
+    with pytest.raises(NumericalError, match="not finite after step 3"):
+        trainer.save()
