@@ -29,7 +29,7 @@ PARTS = {
     "Train": ("docs/data", "docs/tasks", "docs/resuming", "docs/sweeps", "docs/clusters", "docs/troubleshooting"),
     "Reference": ("docs/configuration", "docs/recipes", "docs/extending", "docs/notebook", "docs/python"),
     "How it works": ("docs/distributed", "docs/reliability", "docs/performance", "docs/scale"),
-    "The project": ("CONTRIBUTING", "CHANGELOG"),
+    "The project": ("CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT"),
 }
 
 project = "Lockstep"
@@ -37,7 +37,7 @@ author = "The Lockstep authors"
 release = lockstep.__version__
 root_doc = "README"
 source_suffix = dict.fromkeys(SUFFIXES, "markdown")
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
+include_patterns = ["README.md", *(f"{name}.md" for name in PARTS["The project"]), "docs/**"]
 exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "docs"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -19,7 +19,7 @@ import lockstep
 from browser import CHROMIUM, DRIVER, browser
 from helpers import ROOT
 
-PROJECT_DOCUMENTS = ("README", "CONTRIBUTING", "CHANGELOG")
+PROJECT_DOCUMENTS = ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT")
 CI = (ROOT / ".ci" / "run").read_text()
 
 

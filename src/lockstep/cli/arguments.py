@@ -211,6 +211,8 @@ def _of_runs(commands: Any) -> None:
     _forms(compare, *FORMS)
     report = commands.add_parser("report", help="write report.html, a page about a run or a sweep, into its folder")
     report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep")
+    bundle = "write a zip for a bug report here instead: config, versions and logs, no data, weights or secrets"
+    report.add_argument("--bundle", action="store_true", help=bundle)
     watch = commands.add_parser("watch", help="serve the report of a run or a sweep locally while it trains")
     folders = "a run, `latest`, a sweep, or a folder to show the newest of [outputs]"
     watch.add_argument("path", nargs="?", default="outputs", metavar="RUN|SWEEP|FOLDER", help=folders)

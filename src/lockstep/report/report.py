@@ -6,14 +6,18 @@ from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.records.ledger import Ledger
 from lockstep.records.runs import existing, read_single
+from lockstep.report.bundle import write_bundle
 from lockstep.report.run_page import write_report
 from lockstep.report.sweep_page import write_sweep_report
 from lockstep.telemetry.progress import progress
 
 
-def report(path: str) -> None:
-    """Write `report.html` into the folder of a run, or into the folders of a sweep and of each of its jobs."""
+def report(path: str, *, bundle: bool = False) -> None:
+    """Write `report.html` into the folders of a run or a sweep and of each of its jobs; or a zip for a bug report."""
     folder = existing(path)
+    if bundle:
+        write_bundle(folder)
+        return
     ledger, damaged = Ledger(folder), []
     if ledger.exists:
         records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
