@@ -176,7 +176,9 @@ def flip(path: Path, bit: int) -> None:
 def test_a_flipped_bit_and_a_file_cut_short_huge_or_missing_are_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     bits = 8 * (path / name).stat().st_size
-    for bit in {*range(0, bits, max(1, bits // 50)), *range(16), *range(bits - 16, bits)}:
+    # Another version of Lockstep in the manifest changes nothing.
+    first = 8 * (path / name).read_bytes().index(b'"bytes"') if name == "manifest.json" else 0
+    for bit in {*range(first, bits, max(1, bits // 50)), *range(16), *range(bits - 16, bits)}:
         flip(path / name, bit)
         assert find_corruption(path), f"bit {bit} of {name}"
         flip(path / name, bit)
@@ -568,10 +570,10 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_or_folder_is_damage(run: RunDir
     assert find_corruption(first) == f"{name} is a pipe, expected a plain file"
 
 
-@pytest.mark.parametrize("facts", [[], {"format": 2}, {"progress": {"step": "2"}}])
+@pytest.mark.parametrize("facts", [[], {"identity": 2}, {"progress": {"step": "2"}}])
 def test_other_facts_are_damage_and_no_traceback(run: RunDir, facts: Any) -> None:
     first, second = saved(run, 1, 2)
-    ours = {"format": 1, "identity": IDENTITY, "progress": progress(2)}
+    ours = {"identity": IDENTITY, "progress": progress(2)}
     replace_file(second, "facts.json", json.dumps({**ours, **facts} if facts else facts).encode())
     assert find_corruption(second) == "facts.json is not the facts of a checkpoint"
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json"):

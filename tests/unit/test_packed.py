@@ -269,8 +269,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        *map(without, ("format", "classes", "shape", "mean", "std", "splits")),
-        lambda manifest: manifest.update(format=3),
+        *map(without, ("classes", "shape", "mean", "std", "splits")),
         lambda manifest: manifest.update(targets="other"),
         lambda manifest: manifest.update(classes=[]),
         lambda manifest: manifest.update(shape=[3, 0, 8]),
@@ -291,11 +290,11 @@ def test_a_manifest_with_wrong_fields_is_refused(target: Path, tmp_path: Path, c
         Packed(path=str(path.parent)).prepare()
 
 
-def test_a_set_of_format_1_which_names_no_targets_has_classes(target: Path, tmp_path: Path) -> None:
+def test_a_set_from_before_the_key_targets_has_classes(target: Path, tmp_path: Path) -> None:
     path = copied(target, tmp_path) / "manifest.json"
     manifest = json.loads(path.read_text())
-    del manifest["targets"], manifest["fit"]
-    path.write_text(json.dumps({**manifest, "format": 1}))
+    del manifest["targets"], manifest["fit"], manifest["format"], manifest["lockstep"]
+    path.write_text(json.dumps(manifest))
     old, new = Packed(path=str(path.parent)), Packed(path=str(target))
     assert (old.targets, old.classes, old.fit) == ("classes", new.classes, "crop")
     assert torch.equal(old.train().labels, new.train().labels)

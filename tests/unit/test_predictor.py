@@ -244,8 +244,9 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
     "no card": (None, "it does not say what its model is; init_from= can train from weights of other programs"),
     "no JSON": ("{", "its description is not JSON"),
     "deep": ("[" * 50 + "]" * 50, "its description is not JSON"),
-    "newer": ({"format": 2}, "its description has format 2, expected 1"),
-    "unknown key": ({"command": "rm"}, "its description has the unknown key 'command'"),
+    "a list": ("[]", r"its description is \[\], expected keys"),
+    "no number": ({"format": "2"}, "has format '2' of Lockstep"),
+    "a command": ({"format": 2, "lockstep": "1' ; rm '"}, "has format 2 of Lockstep"),
     "foreign code": ({"model": {"_target_": "os.system"}}, "model._target_ is 'os.system', expected a class of"),
     "another group": (
         {"model": {"_target_": "lockstep.precision.FP32"}},
@@ -290,6 +291,10 @@ def test_a_hostile_description_is_one_sentence(
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_key_of_a_later_version_is_ignored(digits: RunDir) -> None:
+    assert ModelCard.parse(changed(digits, another=1)) == ModelCard.parse(changed(digits))
 
 
 def test_a_file_from_before_the_key_fit_has_centres(digits: RunDir) -> None:

@@ -84,7 +84,7 @@ def test_a_summary_of_other_types_is_damaged_as_a_whole(tmp_path: Path, key: str
 @pytest.mark.parametrize("key", ["started", "objective", "img_per_s", "spent", "time"])
 def test_a_number_or_a_table_may_be_null(tmp_path: Path, key: str) -> None:
     RunDir.at(tmp_path).write_summary(**{key: None})
-    assert Run(tmp_path).summary == {key: None}
+    assert Run(tmp_path).summary[key] is None
 
 
 def test_a_series_has_the_first_finite_figure_of_each_step(tmp_path: Path) -> None:

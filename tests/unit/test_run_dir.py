@@ -16,6 +16,7 @@ from helpers import composed, run_dir
 from lockstep.config.composition import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
+from lockstep.core.formats import FileFormat, stamp
 from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, pointed, slug
@@ -28,6 +29,8 @@ from lockstep.records.ledger import Ledger
 from lockstep.records.record import Record
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.sweeps.pool import Pool
+
+STAMP = stamp(FileFormat.run)
 
 
 def test_a_name_becomes_one_safe_folder_name_and_two_long_ones_stay_two() -> None:
@@ -76,7 +79,8 @@ def test_the_summary_is_changed_and_added_to_and_stays_json(tmp_path: Path) -> N
     assert run.read_summary() == {}
     run.write_summary(status="running", step=0)
     run.write_summary(status="completed", objective=98.5)
-    assert json.loads(run.summary.read_text()) == {"status": "completed", "step": 0, "objective": 98.5}
+    expected = {**STAMP, "status": "completed", "step": 0, "objective": 98.5}
+    assert json.loads(run.summary.read_text()) == expected
     with pytest.raises(ValueError, match="not JSON compliant"):
         run.write_summary(objective=float("nan"))
     assert run.read_summary()["objective"] == 98.5
@@ -87,7 +91,7 @@ def test_a_run_that_goes_on_forgets_how_an_earlier_part_of_it_ended(tmp_path: Pa
     run.metrics.write_text("")
     run.write_ending(NumericalError("the loss is nan"))
     run.start_summary(step=3)
-    assert run.read_summary() == {"status": "running", "step": 3}
+    assert run.read_summary() == {**STAMP, "status": "running", "step": 3}
 
 
 @pytest.mark.parametrize(("status", "newest"), [(None, True), ("stopped", True), ("running", False)])
@@ -164,7 +168,7 @@ def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path)
         preparation = Preparation.write(run, {})
         run.start_summary(started=1.5)
         preparation.close(error)
-        assert run.read_summary() == {"started": 1.5, "status": status, "exit_code": code, "error": sentence}
+        assert run.read_summary() == {**STAMP, "started": 1.5, "status": status, "exit_code": code, "error": sentence}
     run = begun(tmp_path / "a fault before training")
     Preparation.write(run, {}).close(ValueError("odd"))
     assert run.read_summary()["error"] == "ValueError: odd"
@@ -178,7 +182,7 @@ def test_a_run_that_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
     assert run.config.read_text() == "other"
     again.close(InputError("nothing is left to do"))
     assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
-    assert run.read_summary() == {"status": "completed"}
+    assert run.read_summary() == {**STAMP, "status": "completed"}
 
 
 @pytest.mark.parametrize("logged", [True, False])
@@ -239,7 +243,7 @@ def test_a_damaged_summary_is_said_where_it_is_read_and_made_anew_where_it_is_wr
     with pytest.raises(InputError, match=r"summary.json is not"):
         run.read_summary()
     run.write_summary(status="running")
-    assert run.read_summary() == {"status": "running"}
+    assert run.read_summary() == {**STAMP, "status": "running"}
 
 
 def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(tmp_path: Path, full_disk: Any) -> None:
@@ -254,7 +258,7 @@ def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(tmp_p
     run.metrics.write_text("")
     with full_disk(10):
         run.write_ending(Stopped("stopped at step 3"))  # hides nothing of why the job ended
-    assert run.read_summary() == {"status": "running"}
+    assert run.read_summary() == {**STAMP, "status": "running"}
 
 
 @pytest.mark.parametrize("content", [b"\xff", bytes(2**20)])

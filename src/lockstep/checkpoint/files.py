@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lockstep.core.formats import FileFormat, check_format, stamp
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile, check_size, checked_json, open_plain, read_bytes, read_json
@@ -88,7 +89,7 @@ def manifest_text(folder: Path, known: Mapping[str, str] = MappingProxyType({}))
     names = {path.name for path in folder.iterdir()} - {MANIFEST}
     sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
     digests = {name: known[name] if name in known else sha256(folder / name) for name in sizes}
-    return json.dumps({"bytes": sizes, "sha256": digests}, indent=2) + "\n"
+    return json.dumps({**stamp(FileFormat.checkpoint), "bytes": sizes, "sha256": digests}, indent=2) + "\n"
 
 
 @contextmanager
@@ -102,10 +103,14 @@ def _reasons() -> Iterator[None]:
 
 @_reasons()
 def manifest(path: Path) -> dict[str, str]:
-    """The sha256 of each file of a checkpoint, after checking the names and sizes of the files. Raises ValueError."""
+    """The sha256 of each file of a checkpoint, after checking the names and sizes of the files.
+
+    Raises ValueError, and NewerFormat for a checkpoint that is not damaged, but of a later version.
+    """
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
-    match read_json(path / MANIFEST):
+    check_format(FileFormat.checkpoint, facts := read_json(path / MANIFEST), path / MANIFEST)
+    match facts:
         case {"bytes": dict(sizes), "sha256": dict(digests)} if sizes.keys() == digests.keys():
             if {FACTS, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
                 for name, expected in sizes.items():  # without reading: a sparse file can be terabytes of zeros
@@ -169,7 +174,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
     match checked_json(path / FACTS, data):
-        case {"format": 1, "identity": {}, "progress": {"step": int()}} as facts:
+        case {"identity": {}, "progress": {"step": int()}} as facts:
             return dict(facts)
     raise ValueError(f"{FACTS} is not the facts of a checkpoint")
 

@@ -17,7 +17,7 @@ from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
-from lockstep.core.run_dir import BEST, LATEST, near_path
+from lockstep.core.run_dir import BEST, LATEST, check_folder, near_path
 from lockstep.core.safe_read import UnreadableFile, open_plain
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
@@ -35,7 +35,7 @@ def read_card(file: Path, key: str = "weights") -> ModelCard:
     """The description in a weights file. `key` begins the errors, which are InputErrors."""
     _, metadata = read_header(file, key)
     try:
-        return ModelCard.parse(metadata)
+        return ModelCard.parse(metadata, file)
     except ValueError as error:
         raise InputError(f"{key}: {file} cannot be used: {error}") from error
 
@@ -51,6 +51,7 @@ def find_card(file: Path) -> ModelCard | None:
 
 def weights_file(path: Path, key: str = START) -> Path:
     """The weights file at `path`: safetensors, of a checkpoint or a run folder; torch's for `init_from`."""
+    check_folder(path)
     foreign = not set(WEIGHTS).isdisjoint(path.suffixes)
     places = [path, path / MODEL] if path.suffix == SAFETENSORS or (foreign and key == START) else [path / MODEL]
     file = next((place for place in places if place.is_file()), None)

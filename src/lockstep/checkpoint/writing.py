@@ -136,7 +136,7 @@ class Checkpointer:
         }
         if progress["best_step"] == progress["step"]:
             self.unexported = weights[scored]
-        facts = {"format": 1, "identity": dict(self.fingerprint), "progress": dict(progress)}
+        facts = {"identity": dict(self.fingerprint), "progress": dict(progress)}
         self.pending = self.pool.submit(self._write, weights, state, facts)
 
     def _metadata(self, progress: Mapping[str, Any], *, averaged: bool, scored: bool) -> dict[str, str] | None:

@@ -9,7 +9,7 @@ from lockstep.checkpoint.files import Removable, removable, remove
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, check_folder
 from lockstep.core.safe_write import Lock, storing
 from lockstep.core.table import show_json
 from lockstep.records.ledger import Ledger
@@ -73,14 +73,15 @@ def _has_checkpoints(run: RunDir) -> bool:
 
 
 def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:
-    """The removable checkpoints of a run, removed if `yes` is set; None if the run is active."""
+    """The removable checkpoints of a run, removed if `yes` is set; None if it is active, or of a later version."""
     with closing(Lock()) as lock:
         try:
             lock.take(run_dir.lock)  # held until the checkpoints are gone, so that no job resumes from one of them
+            check_folder(run_dir.path)
+            plan = removable(run_dir, keep, everything=everything)
         except InputError as error:
             log.show_warning(f"{error.args[0].partition(';')[0]}: all of its checkpoints stay")
             return None
-        plan = removable(run_dir, keep, everything=everything)
         if yes:
             with storing(run_dir.checkpoints):
                 for path in plan.go:

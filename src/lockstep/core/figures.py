@@ -190,6 +190,7 @@ class Predictions:
     def read(cls, path: Path) -> Predictions:
         """Read a file, whose fields can have other types. Raises UnreadableFile for a missing or another file."""
         try:
-            return cls(**read_json(path, PREDICTIONS_LIMIT))
+            values = read_json(path, PREDICTIONS_LIMIT)
+            return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
         except TypeError as error:
             raise UnreadableFile(path, "is not a file of predictions") from error

@@ -11,12 +11,12 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from lockstep.core.errors import as_unicode, shown
-from lockstep.core.fields import INTERPOLATIONS, TEXT, Check, Number, choice, rule_of, ruled
+from lockstep.core.fields import INTERPOLATIONS, TEXT, Check, Number, choice, default_of, rule_of, ruled
+from lockstep.core.formats import FileFormat, check_format, stamp
 from lockstep.core.safe_read import MB, checked
 from lockstep.core.tags import Monitor, figure_text
 
 METADATA_KEY = "lockstep"
-FORMAT = 1
 MOST_CHARACTERS = 16 * MB  # characters of the text, nearly all of which are names of classes
 NAMES_LIMIT = 15 * MB  # characters of these names, as JSON
 INTERPOLATION = INTERPOLATIONS[0]
@@ -183,11 +183,14 @@ class ModelCard(Preprocessing):
         return tuple(map(class_name, self.class_names or map(str, range(self.classes))))
 
     def metadata(self) -> dict[str, str]:
-        return {METADATA_KEY: json.dumps({"format": FORMAT, **vars(self)}, allow_nan=False)}
+        return {METADATA_KEY: json.dumps({**stamp(FileFormat.weights), **vars(self)}, allow_nan=False)}
 
     @classmethod
-    def parse(cls, metadata: Any) -> ModelCard:
-        """The card in the metadata of a safetensors file. Nothing is trusted: raises ValueError for a wrong value."""
+    def parse(cls, metadata: Any, file: object = "its description") -> ModelCard:
+        """The card in the metadata of a safetensors file. Nothing is trusted.
+
+        Raises ValueError for a wrong value, and NewerFormat for a card of a later version.
+        """
         text = metadata.get(METADATA_KEY) if isinstance(metadata, Mapping) else None
         if not isinstance(text, str):
             raise ValueError("it does not say what its model is; init_from= can train from weights of other programs")
@@ -197,16 +200,14 @@ class ModelCard(Preprocessing):
             values = checked(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"its description is not JSON ({str(error).partition(chr(10))[0]})") from error
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            version = values.get("format") if isinstance(values, dict) else values
-            raise ValueError(f"its description has format {shown(version)}, expected {FORMAT}")
-        del values["format"]
-        values = {"fit": CROP, "packages": {}, **values}  # older files lack it
-        names = [field.name for field in dataclasses.fields(cls)]
-        if different := sorted(values.keys() ^ set(names)):
-            state = "lacks" if different[0] in names else "has the unknown key"
-            raise ValueError(f"its description {state} {shown(different[0])}")
-        for key in names:
+        if not isinstance(values, dict):
+            raise ValueError(f"its description is {shown(values)}, expected keys")
+        check_format(FileFormat.weights, values, file)
+        defaults = {field.name: default_of(field) for field in dataclasses.fields(cls)}
+        values = {key: values[key] for key in defaults if key in values}  # a later version may have more
+        if missing := sorted(key for key in defaults if defaults[key] is MISSING and key not in values):
+            raise ValueError(f"its description lacks {shown(missing[0])}")
+        for key in values:
             if (rule := rule_of(cls, key)) is not None and not rule.fits(values[key]):
                 raise ValueError(f"its {key} is {shown(values[key])}, expected {rule.expected}")
         fields: dict[str, Any] = {

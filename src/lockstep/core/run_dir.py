@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError, Stopped, StorageError, as_known, close_to
+from lockstep.core.formats import FileFormat, NewerFormat, check_format, stamp
 from lockstep.core.safe_read import UnreadableFile, is_number, read_name, read_text
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.tags import Direction
@@ -153,6 +154,7 @@ class RunDir:
             if error.missing:
                 return {}
             raise
+        check_format(FileFormat.run, loaded, self.summary)
         if not isinstance(loaded, dict) or not _is_summary(loaded):
             raise UnreadableFile(self.summary, "is not the summary of a run")
         return loaded
@@ -166,18 +168,19 @@ class RunDir:
 
     def write_summary(self, **facts: Any) -> None:
         """Update `summary.json`, without the content of a damaged one. Raises StorageError."""
-        facts = {**self._known_summary(), **facts}
+        facts = {**stamp(FileFormat.run), **self._known_summary(), **facts}
         write_atomic(self.summary, json.dumps(facts, indent=2, allow_nan=False) + "\n")
 
     def start_summary(self, **facts: Any) -> None:
         """Replace `summary.json` by the summary of a running job. The outcome of an earlier part is dropped."""
-        write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
+        facts = {**stamp(FileFormat.run), "status": "running", **facts}
+        write_atomic(self.summary, json.dumps(facts, indent=2, allow_nan=False) + "\n")
 
     def write_ending(self, error: BaseException) -> None:
         """Write into the summary how the job ended; if it cannot be written, only `error` says it."""
         known = as_known(error)
         status = "stopped" if isinstance(error, Stopped) else "failed"
-        with suppress(OSError, StorageError, UnreadableFile, LookupError, TypeError):
+        with suppress(OSError, StorageError, UnreadableFile, NewerFormat, LookupError, TypeError):
             has_started = self._known_summary().get("status") == "running"
             self.write_summary(status=status, exit_code=known.exit_code, error=str(known))
             if not has_started:  # else it is the newest run already
@@ -222,6 +225,14 @@ def _is_summary(facts: Mapping[str, Any]) -> bool:
         and all(number is None or is_number(number) for number in numbers)
         and all(direction in [*Direction] for direction in (facts.get("directions") or {}).values())
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a run folder, a checkpoint or a sweep of a newer format. Who reads a damaged one says that it is."""
+    files = {FileFormat.run: "summary.json", FileFormat.checkpoint: MANIFEST, FileFormat.sweep: SWEEP}
+    for kind, name in files.items():
+        with suppress(UnreadableFile):
+            check_format(kind, safe_read.read_json(folder / name), folder / name)
 
 
 def relative(path: Path) -> Path:
@@ -274,7 +285,14 @@ def pointed(path: Path, root: Path, key: str) -> Path:
     """The folder that a user's path names: the newest run for `latest`, the best job for `best`, job 3 for `SWEEP/3`.
 
     `latest` alone is the newest run of `root`. `key` begins the error: InputError for a path that is a misspelt one.
+    Raises NewerFormat.
     """
+    folder = _pointed(path, root, key)
+    check_folder(folder)
+    return folder
+
+
+def _pointed(path: Path, root: Path, key: str) -> Path:
     if path.name.isdecimal() and (path.parent / SWEEP).is_file() and not path.exists():
         return next(path.parent.glob(f"{int(path.name):03}-*"), path)
     if path.name != LATEST and not path.exists() and (near := near_path(path, [LATEST])):

@@ -18,6 +18,7 @@ from lockstep.config.schema import RECIPES
 from lockstep.core import log
 from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
+from lockstep.core.formats import FileFormat, stamp
 from lockstep.core.model_card import CLASSES, class_name
 from lockstep.core.run import FOLD, Run, State, read_overrides
 from lockstep.core.run_dir import RunDir, slug
@@ -187,6 +188,7 @@ def write_files(
     results, predictions = folder / f"evaluation{end}.json", folder / f"predictions{end}.csv"
     for path in (results, predictions):
         check_out(path)
+    facts = {**stamp(FileFormat.evaluation), **facts}
     write_atomic(results, json.dumps(facts, indent=1, allow_nan=False) + "\n")
     write_atomic(predictions, csv_lines(evaluations))
     if form == "json":

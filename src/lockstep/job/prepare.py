@@ -22,7 +22,7 @@ from lockstep.core.errors import InputError, StorageError
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run
-from lockstep.core.run_dir import PathBelow, RunDir, relative
+from lockstep.core.run_dir import PathBelow, RunDir, check_folder, relative
 from lockstep.core.safe_read import UnreadableFile, read_if_exists
 from lockstep.core.safe_write import Lock, check_names, remove_empty, write_atomic
 from lockstep.job import auto_training
@@ -209,6 +209,7 @@ def lock_run_folder(folder: Path, lock: Lock) -> None:
     """Lock the folder of a job. Raises InputError if the job cannot run in it, or another job does."""
     run_dir = RunDir(folder)
     lock.take(run_dir.lock)
+    check_folder(folder)
     if not run_dir.overrides.is_file() and not run_dir.only_prepared:
         raise InputError(
             f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "

@@ -28,6 +28,7 @@ from lockstep.config.roles import identity_of, role_of
 from lockstep.config.schema import Job
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped, StorageError, as_known
+from lockstep.core.formats import FileFormat, check_format, stamp
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -38,7 +39,6 @@ from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
 
-VERSION = 1
 JOBS, BEST_FILE = "jobs", "best"
 DIFFERENCES_SHOWN = 3
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
@@ -100,15 +100,16 @@ class Ledger:
                 f"output_root: {self.folder} cannot be written ({error.strerror}); choose a folder that can be, with "
                 "output_root=FOLDER"
             ) from error
-        facts = {"version": VERSION, "hash": identity.hash, **dataclasses.asdict(identity)}
+        facts = {**stamp(FileFormat.sweep), "hash": identity.hash, **dataclasses.asdict(identity)}
         write_atomic(self.folder / SWEEP, json.dumps(facts, indent=2) + "\n")
         self.is_new = True
 
     def identity(self) -> Identity:
-        """What the sweep is. Raises InputError if the file is damaged."""
+        """What the sweep is. Raises InputError if the file is damaged, or of a later version."""
         path, again = self.folder / SWEEP, "start anew with sweep.resume=new"
         try:
             facts = safe_read.read_json(path)
+            check_format(FileFormat.sweep, facts, path)
             return Identity(
                 base=dict(facts["base"]),
                 swept=tuple(map(str, facts["swept"])),

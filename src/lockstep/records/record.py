@@ -152,7 +152,8 @@ def varied(overrides: Iterable[str], keys: Sequence[str]) -> list[str]:
 
 def parsed_record(number: int, facts: Any) -> Record:
     """The record of a job from the content of its file. Raises LookupError, TypeError, ValueError if it is none."""
-    record = Record(**{**facts, "overrides": tuple(facts["overrides"]), "state": State(facts["state"])})
+    known = {key: facts[key] for key in Record.__dataclass_fields__ if key in facts}  # a later version may have more
+    record = Record(**{**known, "overrides": tuple(facts["overrides"]), "state": State(facts["state"])})
     for key, sample in vars(Record(number=0, overrides=(), folder="", objective=0.0)).items():
         value, types = getattr(record, key), int | float if isinstance(sample, float) else type(sample)
         if not isinstance(value, types) and (key, value) != ("objective", None):

@@ -34,6 +34,7 @@ from lockstep.config.options import option
 from lockstep.core.data_protocols import SPLIT_NAMES, ReadResult, Source, Split, splits_of
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
+from lockstep.core.formats import FileFormat, check_format, stamp
 from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, open_plain, read_json
@@ -117,9 +118,8 @@ class Manifest:
     @classmethod
     def from_json(cls, parsed: Any) -> Manifest:
         """A manifest from parsed JSON. Raises ValueError if it is not one."""
-        match {"targets": CLASSES, **parsed} if isinstance(parsed, dict) else parsed:  # format 1 has no targets
+        match {"targets": CLASSES, **parsed} if isinstance(parsed, dict) else parsed:  # earlier ones have no targets
             case {
-                "format": 1 | 2,
                 "targets": str(targets),
                 "classes": [str(), *_] as classes,
                 "shape": [int() as channels, int() as height, int() as width],
@@ -150,7 +150,9 @@ def _invalid(folder: Path, reason: str) -> InputError:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, read once per process and checked against the sizes of the files. Raises InputError."""
     try:
-        manifest = Manifest.from_json(read_json(folder / MANIFEST, 16 * MB, links=True))
+        facts = read_json(folder / MANIFEST, 16 * MB, links=True)
+        check_format(FileFormat.packed, facts, folder / MANIFEST)
+        manifest = Manifest.from_json(facts)
         for split in manifest.splits:
             for kind in KINDS:
                 file = f"{split}.{kind}"
@@ -238,7 +240,8 @@ def pack_source(source: Source, target: Path, *, threads: int, advanced: Callabl
             names = source.class_names or tuple(map(str, range(source.classes)))
             fit = source.fit if keeps_whole(source) else CROP
             manifest = Manifest(source.targets, names, source.image_shape, source.mean, source.std, facts, fit)
-            (folder / MANIFEST).write_text(json.dumps({"format": 2, **vars(manifest)}, indent=2) + "\n")
+            values = {**stamp(FileFormat.packed), **vars(manifest)}
+            (folder / MANIFEST).write_text(json.dumps(values, indent=2) + "\n")
             sync(folder / MANIFEST)
             sync(folder)
             folder.rename(target)

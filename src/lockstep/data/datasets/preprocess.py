@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+FORMAT = 1  # of the card of a model
 ORIENTATION, PHOTOMETRIC, BITS = 0x0112, 262, 258  # tags of EXIF and TIFF; the last is the bits of a number
 UPRIGHT, WHITE_IS_ZERO = 1, 0
 # The orientations in which rows are stored as columns, and those in which columns or rows then run backwards.
@@ -21,6 +22,8 @@ PHOTO_TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255)
 
 def preprocess(photo: Any, card: Mapping[str, Any]) -> NDArray[np.uint8]:
     """The model's input for a photo (its path, an open file or a Pillow image): (1, channels, height, width)."""
+    if card.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"the model has format {card['format']}, expected {FORMAT}; use the preprocess.py beside it")
     if not isinstance(photo, Image.Image):
         with Image.open(photo) as opened:
             return preprocess(opened, card)
