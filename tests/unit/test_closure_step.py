@@ -87,9 +87,9 @@ def test_steps_of_uneven_ranks_and_micro_batches_are_those_of_sam_by_hand(
     micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, norms, losses = by_hand()
-    alone, told = with_sam(trainer_of(network(), World.solo(), steps=STEPS, micro_batches=micro_batches))
+    alone, returned = with_sam(trainer_of(network(), World.solo(), steps=STEPS, micro_batches=micro_batches))
     assert stepped(alone) == pytest.approx(norms, rel=1e-12), "the norm of the first gradient"
-    assert told == pytest.approx(losses, rel=1e-12), "the loss before the step"
+    assert returned == pytest.approx(losses, rel=1e-12), "the loss before the step"
     assert_equal(alone.state.model, expected)
     ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
     options: dict[str, Any] = {"strategy": AllReduce(), "steps": STEPS, "micro_batches": micro_batches}

@@ -66,20 +66,20 @@ def epoch(step: int, *after: str) -> list[tuple[str, int]]:
 
 
 def test_each_moment_comes_at_its_step_whether_an_evaluation_is_the_best_or_not() -> None:
-    told = Told()
-    trainer = told_by(told, steps=4)
+    watch = Told()
+    trainer = told_by(watch, steps=4)
     trainer.predictions.finish = lambda step: None  # type: ignore[method-assign]
     events = fitted(trainer)[0]
     ends = ("evaluation_start", "evaluation_end", "epoch_end")
-    assert told.moments == [("run_start", 0), *epoch(1, *ends), *epoch(3, *ends), ("run_end", 4)]
+    assert watch.moments == [("run_start", 0), *epoch(1, *ends), *epoch(3, *ends), ("run_end", 4)]
     assert [event[:2] for event in events if event[0] == "eval"] == [("eval", 2), ("eval", 4)]
     assert events[0] == ("eval", 2, True), "the first one is the best so far"
 
 
 def test_an_epoch_without_an_evaluation_ends_too() -> None:
-    told = Told()
-    fitted(told_by(told, steps=5, every={**LATER, "eval_every": 9}))
-    assert [step for moment, step in told.moments if moment == "epoch_end"] == [2, 4], "the fifth step begins one"
+    watch = Told()
+    fitted(told_by(watch, steps=5, every={**LATER, "eval_every": 9}))
+    assert [step for moment, step in watch.moments if moment == "epoch_end"] == [2, 4], "the fifth step begins one"
 
 
 def test_a_step_has_its_own_losses_and_outputs_and_their_mean_over_the_examples() -> None:
@@ -113,23 +113,23 @@ def test_a_stop_at_any_moment_ends_the_run_evaluated_saved_and_for_the_first_rea
             run.stop("enough")
             run.stop("more than enough")
 
-    told = Told(stop)
-    trainer = told_by(told, steps=9)
+    watch = Told(stop)
+    trainer = told_by(watch, steps=9)
     events, ended_at, message = fitted(trainer)
     assert (ended_at, message) == (last, "")
     assert [event[1] for event in events if event[0] == "eval"] == evaluated
     assert events[-1] == ("save", last, True), "with its evaluation"
     assert trainer.ended_early == "a callback ends the run: enough"
-    assert told.moments[-1] == ("run_end", last)
+    assert watch.moments[-1] == ("run_end", last)
 
 
 @pytest.mark.parametrize(("step", "moments"), [(3, []), (4, ["epoch_end"])])
 def test_the_evaluation_of_a_run_that_a_callback_has_ended_is_made_up(step: int, moments: list[str]) -> None:
-    told = Told()
-    trainer = told_by(told, steps=9, progress=Progress(step=step, stopped="enough"))
+    watch = Told()
+    trainer = told_by(watch, steps=9, progress=Progress(step=step, stopped="enough"))
     assert fitted(trainer) == ([("eval", step, True), ("save", step, True)], step, "")
     between = ["evaluation_start", "evaluation_end", *moments]
-    assert [moment for moment, _ in told.moments] == ["run_start", *between, "run_end"]
+    assert [moment for moment, _ in watch.moments] == ["run_start", *between, "run_end"]
 
 
 @pytest.mark.parametrize("moment", ["epoch_start", "evaluation_start"])
@@ -138,22 +138,22 @@ def test_a_stop_within_a_step_or_an_evaluation_leaves_the_state_of_before(moment
         if (now, run.step) == (moment, 3 if moment == "epoch_start" else 2):
             trainer.stop.requested = True
 
-    told = Told(ask)
-    trainer = told_by(told, steps=9, micro_batches=3)
+    watch = Told(ask)
+    trainer = told_by(watch, steps=9, micro_batches=3)
     _, step, message = fitted(trainer)
     assert (step, message) == (2, "stopped at step 2 of 9 and saved")
     ends = () if moment == "evaluation_start" else ("evaluation_start", "evaluation_end", "epoch_end")
-    assert told.moments == [("run_start", 0), *epoch(1, *ends)]
+    assert watch.moments == [("run_start", 0), *epoch(1, *ends)]
 
 
 def test_a_step_that_computes_several_gradients_tells_of_the_first_alone() -> None:
-    told = Told()
-    trainer = told_by(told, steps=2)
+    watch = Told()
+    trainer = told_by(watch, steps=2)
     optimizer = SAM(lr=0.5, momentum=0.0).build(trainer.state.model)
     trainer.step.state = trainer.state = replace(trainer.state, optimizer=optimizer)
     trainer.step.takes_closure = True
     fitted(trainer)
-    assert [step for moment, step in told.moments if moment == "after_backward"] == [1, 2]
+    assert [step for moment, step in watch.moments if moment == "after_backward"] == [1, 2]
 
 
 def test_callbacks_that_a_checkpoint_does_not_have_start_fresh() -> None:

@@ -87,7 +87,7 @@ def test_scores_that_come_while_a_checkpoint_is_written_are_not_in_it() -> None:
     trainer = trainer_of(network(), World.solo(), steps=3, every={**EACH_STEP, "save_every": 1})
     trainer.checkpointer = keeping = Keeping()  # type: ignore[assignment]
     fitted(trainer)
-    assert [(kept["step"], [step for step, _ in kept["scores"]]) for kept in keeping.events] == [
+    assert [(progress["step"], [step for step, _ in progress["scores"]]) for progress in keeping.events] == [
         (step, [*range(1, step + 1)]) for step in (1, 2, 3)
     ]
 
@@ -135,7 +135,7 @@ class Renewed(EMA):
     """An average that keeps what its statistics are to be computed from."""
 
     def renew_statistics(self, frozen: Any, blocks: Any, number: int, forward: Any, world: World) -> None:  # type: ignore[override]
-        self.asked = (len([*frozen]), [len(block) for block in blocks], number)
+        self.request = (len([*frozen]), [len(block) for block in blocks], number)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_mean_has_the_statistics_of_whole_blocks_and_frozen_norms_keep_theirs(
     trainer = trainer_of(model, World.solo(), ema=average)
     trainer.state = replace(trainer.state, freezing=Freezing.of(model, frozenset({"0.weight", "0.bias"}), until=2))
     trainer._renew_statistics(step)
-    assert average.asked == (frozen, sizes, len(sizes))
+    assert average.request == (frozen, sizes, len(sizes))
 
 
 @pytest.mark.parametrize("event", RARELY)
