@@ -27,4 +27,4 @@ __all__ = [
     "sweep",
     "train",
 ]
-__version__ = "0.1.0"
+__version__ = "1.0.0"

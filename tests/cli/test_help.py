@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from helpers import Done, command
+from lockstep import __version__
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_command_alone_shows_its_help_and_its_version() -> None:
     alone, with_flag = command(*lockstep), command(*lockstep, "--help")
     assert (alone.code, alone.out) == (0, with_flag.out)
     for program in (lockstep, (*lockstep, "train"), (sys.executable, "train.py")):
-        assert command(*program, "--version").out == f"lockstep {metadata.version('lockstep')}\n"
+        assert command(*program, "--version").out == f"lockstep {__version__}\n"
 
 
 def test_the_list_of_commands_waits_for_no_hydra_and_the_config_for_no_rich() -> None:

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+import lockstep
 from lockstep.config import extensions
 from lockstep.core.world import World
 from lockstep.runtime.gpus import driver_version
 
 UNKNOWN = "unknown"
 PACKAGES = (
-    *("lockstep", "torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard", "nvidia-ml-py"),
-    *("numpy", "safetensors"),
+    *("torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard", "nvidia-ml-py", "numpy"),
+    "safetensors",
 )
 
 
@@ -26,7 +27,7 @@ def facts(world: World) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version_of(name) for name in PACKAGES},
+        "packages": {"lockstep": lockstep.__version__, **{name: version_of(name) for name in PACKAGES}},
         "extensions": {extension.package: extension.origin for extension in extensions.active()},
         "world_size": world.size,
         "threads": torch.get_num_threads(),
