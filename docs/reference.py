@@ -7,7 +7,7 @@ An option is declared by its class alone. The first paragraph of the docstring i
 is a key; the comment above the field or after it on its line is the meaning of the key. A field without a comment has
 the one of its base class. The lists are in docs/configuration.md, README.md and the help of conf/config.yaml. The
 keys of the job have their meanings in conf/config.yaml, and recipes have theirs at the top of their files. The
-signatures and docstrings in docs/python.md are those of the interface.
+signatures and docstrings in docs/python.md are those of the interface. tests/public.txt has all public names.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+import public
 import signatures
 from lockstep.config import components
 from lockstep.config.meanings import as_yaml, config_text, meaning_of, meanings_of
@@ -97,14 +98,32 @@ def generated(root: Path) -> dict[Path, str]:
     readme_text = fill(readme, readme.read_text(), "groups", table(["group", "options"], rows))
     help_text = splice(config, config.read_text(), "      Groups, GROUP=OPTION:\n", "\n", help_of_groups(groups))
     help_text = splice(config, help_text, "...; of the job:\n", "\n", help_of_keys(job))
-    interface = root / "docs" / "python.md"
+    interface, public_list = root / "docs" / "python.md", root / "tests" / "public.txt"
+    public_names = [
+        *key_lines("", [Option("", "", job)]),
+        *(line for group, options in groups.items() for line in key_lines(group, options)),
+        *public.command_lines(),
+        *public.exit_codes(),
+        *public.python_lines(interface.read_text()),
+    ]
     return {
         **files,
         reference: text,
         readme: readme_text,
         config: help_text,
         interface: signatures.as_markdown(interface.read_text()),
+        public_list: public.extended(public_list.read_text(), public_names),
     }
+
+
+def key_lines(group: str, options: Iterable[Option]) -> Iterator[str]:
+    """The options of a group and their keys as lines of the public names; of the job without a group."""
+    for option in options:
+        if group:
+            yield f"option {group}={option.name}"
+        for key in option.keys:
+            name = f"{group}={option.name} {key.name.rpartition('.')[2]}" if group else key.name
+            yield f"key {name}: {key.type} = {key.default}; another run: {key.role}"
 
 
 def read_options(group: str, default: str | list[str]) -> list[Option]:

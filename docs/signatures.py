@@ -24,7 +24,7 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 def as_markdown(text: str) -> str:
     """The document with the signatures and docstrings in its parts."""
-    return PART.sub(lambda part: f"{_marker(part)}\n\n{_body(*part.groups())}\n\n<!-- end -->\n", text)
+    return PART.sub(lambda part: f"{_marker(part)}\n\n{body(*part.groups())}\n\n<!-- end -->\n", text)
 
 
 def as_directives(text: str) -> str:
@@ -42,20 +42,20 @@ def _marker(part: re.Match[str]) -> str:
     return part[0].partition("\n")[0]
 
 
-def _body(directive: str, name: str, options: str) -> str:
+def body(directive: str, name: str, options: str) -> str:
     if directive == "automodule":
         module = importlib.import_module(name)
-        hidden = _value(options, "exclude-members")
+        hidden = value_of(options, "exclude-members")
         names = [node.name for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
-        parts = [_described(f"{name}.{own}", options) for own in names if own[0] != "_" and own not in hidden]
+        parts = [described(f"{name}.{own}", options) for own in names if own[0] != "_" and own not in hidden]
         return "\n\n".join([_text(module.__doc__), *parts])
     if directive == "autodata":
         module_name, _, own = name.rpartition(".")
         return f"#### `{name}`\n\n`{_alias(module_name, own)}`"
-    return _described(name, options)
+    return described(name, options)
 
 
-def _described(name: str, options: str) -> str:
+def described(name: str, options: str) -> str:
     """The name of a function or a class, its signature if it is called, its docstring, and a list of its members."""
     module, _, own = name.rpartition(".")
     value = getattr(importlib.import_module(module), own)
@@ -68,7 +68,7 @@ def _described(name: str, options: str) -> str:
     if "members" in options:
         bases = value.__mro__[1:] if "inherited-members" in options else ()
         nodes = [node, *(_definition(base) for base in bases if base.__module__.startswith("lockstep."))]
-        chosen, undocumented = _value(options, "members"), "undoc-members" in options
+        chosen, undocumented = value_of(options, "members"), "undoc-members" in options
         lines = [
             line for part in nodes for name, line in _members(part, undocumented) if name in chosen or not chosen
         ]
@@ -76,7 +76,7 @@ def _described(name: str, options: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _value(options: str, name: str) -> list[str]:
+def value_of(options: str, name: str) -> list[str]:
     """The names in an option of a directive, as `members=uniform,draw`; none without."""
     value = re.search(rf" {name}=(\S+)", options)
     return value[1].split(",") if value else []

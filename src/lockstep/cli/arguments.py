@@ -17,7 +17,8 @@ DESCRIPTION = "Train and use image classifiers. `lockstep train --help` explains
 ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # they take a job and start its ranks themselves
 
 
-def arguments() -> argparse.Namespace:
+def parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command `lockstep`, and one for each command behind it, by name."""
     parser = Parser(prog="lockstep", description=DESCRIPTION)
     version = f"lockstep {lockstep.__version__}"  # works without an installation, too
     parser.add_argument("--version", action="version", version=version, help="show the version")
@@ -30,8 +31,13 @@ def arguments() -> argparse.Namespace:
     _before_training(commands)
     _comparing_ways(commands)
     _pack(commands)
-    _check_command(sys.argv[1:], list(commands.choices))
-    words = _without_overrides(sys.argv[1:], commands.choices)
+    return parser, commands.choices
+
+
+def arguments() -> argparse.Namespace:
+    parser, commands = parsers()
+    _check_command(sys.argv[1:], list(commands))
+    words = _without_overrides(sys.argv[1:], commands)
     options, rest = parser.parse_known_args(words or ["--help"])
     if options.command in ONE_PROCESS and is_launched() and launched_place().size > 1:
         raise InputError(
@@ -40,7 +46,7 @@ def arguments() -> argparse.Namespace:
     if rest and hasattr(options, "rest") and not any(word.startswith("-") for word in rest):
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
-        commands.choices[options.command].unknown(rest)
+        commands[options.command].unknown(rest)
     return options
 
 

@@ -1,0 +1,89 @@
+"""The list of public names in tests/public.txt, one a line with its meaning; docs/reference.py keeps it.
+
+A name is a key of the config, an option of a group, a command, a flag, an exit code, or a name in docs/python.md. The
+list only grows: a name that goes or changes its meaning is refused (CONTRIBUTING.md, "Versions").
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+
+import signatures
+from lockstep.cli.arguments import parsers
+from lockstep.core.errors import LockstepError
+
+HEADER = (
+    "# The public names of Lockstep, written by docs/reference.py. CONTRIBUTING.md says when a line may change.\n"
+)
+ADVICE = (
+    "CONTRIBUTING.md says in 'Versions' how a name goes; if all that was valid keeps its meaning, take the line out "
+    "of tests/public.txt and run `python docs/reference.py` again"
+)
+
+
+def extended(released: str, names: Iterable[str]) -> str:
+    """The list with all `names` in their order.
+
+    Raises:
+        SystemExit: a name of the list is gone or has another meaning.
+    """
+    lines = list(dict.fromkeys(names))
+    for line in released.removeprefix(HEADER).splitlines():
+        if line not in lines:
+            name = line.partition(": ")[0]
+            others = [other for other in lines if other.partition(": ")[0] == name]
+            change = f"is now {others[0]!r}" if others else "is gone"
+            raise SystemExit(f"{line!r} is public, and {change}; {ADVICE}")
+    return HEADER + "".join(f"{line}\n" for line in lines)
+
+
+def command_lines() -> Iterator[str]:
+    """The commands, and their arguments with what each takes."""
+    for name, parser in parsers()[1].items():
+        yield f"command lockstep {name}"
+        for action in parser._actions:
+            if not isinstance(action, argparse._HelpAction):
+                takes = "|".join(map(str, action.choices or ())) or str(action.metavar or "VALUE")
+                many = action.nargs if isinstance(action.nargs, str) else ""
+                meaning = f": {takes}{many}" if action.nargs != 0 else ""
+                yield f"command lockstep {name} {', '.join(action.option_strings) or action.dest}{meaning}"
+
+
+def exit_codes() -> Iterator[str]:
+    """The exit codes, with the class of the error that ends with it."""
+    yield "exit code 0: done"
+    errors = [LockstepError, *LockstepError.__subclasses__()]
+    own = {cls.exit_code: cls for cls in reversed(errors) if cls.__module__ == LockstepError.__module__}
+    for code, cls in sorted(own.items()):
+        yield f"exit code {code}: {cls.__name__}"
+
+
+def python_lines(text: str) -> Iterator[str]:
+    """The names in the parts of docs/python.md, with their calls or types."""
+    for directive, name, options in signatures.PART.findall(text):
+        if directive == "automodule":
+            tree = ast.parse(inspect.getsource(importlib.import_module(name)))
+            own = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+            hidden = signatures.value_of(options, "exclude-members")
+            for part in (part for part in own if part[0] != "_" and part not in hidden):
+                yield from _class_lines(f"{name}.{part}", options)
+        elif directive in ("autoclass", "autoexception"):
+            yield from _class_lines(name, options)
+        elif directive == "autodata":
+            yield f"python {name}"
+        else:
+            call = re.search(r"```python\n\w+(.*?)\n```", signatures.body(directive, name, ""), re.DOTALL)
+            assert call
+            yield f"python {name}: {' '.join(call[1].split())}"
+
+
+def _class_lines(name: str, options: str) -> Iterator[str]:
+    yield f"python {name}"
+    for line in signatures.described(name, options).splitlines():
+        if member := re.match(r"- `(\w+)(?:: )?(.*?)`(:|$)", line):
+            yield f"python {name}.{member[1]}{f': {member[2]}' * bool(member[2])}"
