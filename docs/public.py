@@ -36,8 +36,8 @@ def extended(released: str, names: Iterable[str]) -> str:
     for line in released.removeprefix(HEADER).splitlines():
         if line not in lines:
             name = line.partition(": ")[0]
-            others = [other for other in lines if other.partition(": ")[0] == name]
-            change = f"is now {others[0]!r}" if others else "is gone"
+            namesakes = [other for other in lines if other.partition(": ")[0] == name]
+            change = f"is now {namesakes[0]!r}" if namesakes else "is gone"
             raise SystemExit(f"{line!r} is public, and {change}; {ADVICE}")
     return HEADER + "".join(f"{line}\n" for line in lines)
 

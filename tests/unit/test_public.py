@@ -30,11 +30,11 @@ def test_a_public_name_that_goes_or_changes_is_refused_with_the_way_to_do_it(kin
     index = next(
         index for index, line in enumerate(LINES) if line.startswith(f"{kind} ") and "lockstep train" not in line
     )
-    rest = LINES[:index] + LINES[index + 1 :]
+    shorter = LINES[:index] + LINES[index + 1 :]
     with pytest.raises(SystemExit, match=r"is public, and is gone; CONTRIBUTING\.md says"):
-        public.extended(LIST, rest)
+        public.extended(LIST, shorter)
     with pytest.raises(SystemExit, match=r"is public, and is now .* take the line out"):
-        public.extended(LIST, [*rest, f"{LINES[index].partition(': ')[0]}: another meaning"])
+        public.extended(LIST, [*shorter, f"{LINES[index].partition(': ')[0]}: another meaning"])
 
 
 def test_a_new_public_name_is_added_in_its_place() -> None:
