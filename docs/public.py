@@ -57,7 +57,7 @@ def command_lines() -> Iterator[str]:
 def exit_codes() -> Iterator[str]:
     """The exit codes, with the class of the error that ends with it."""
     yield "exit code 0: done"
-    errors = [LockstepError, *LockstepError.__subclasses__()]
+    errors: list[type[LockstepError]] = [LockstepError, *LockstepError.__subclasses__()]
     own = {cls.exit_code: cls for cls in reversed(errors) if cls.__module__ == LockstepError.__module__}
     for code, cls in sorted(own.items()):
         yield f"exit code {code}: {cls.__name__}"
