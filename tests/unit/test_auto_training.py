@@ -80,3 +80,13 @@ def train_as_weights_come() -> None:
     run = lockstep.train([*RECIPE[::2], *words, "epochs=2"]).folder
     Timm.missing_weights = lambda self: ""  # type: ignore[method-assign]
     lockstep.train([f"resume={run}", "epochs=3"])
+
+
+def test_four_epochs_are_enough_for_patience_and_a_run_in_steps_has_none(missing: str) -> None:
+    assert chosen("epochs=4", images=80).train.patience == "50%"
+    assert chosen("steps=500", images=80).train.patience is None
+
+
+def test_layers_that_are_named_beside_auto_are_frozen_too(missing: str) -> None:
+    names = ["conv1", *["backbone"] * (not missing)]
+    assert chosen("train.freeze=[auto,conv1]", images=80).train.freeze == names

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from lockstep.core.tags import Monitor
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
 from lockstep.telemetry.display import Bar, Display, Lines, TimeLeft, display
-from lockstep.telemetry.progress import Work, format_duration, progress
+from lockstep.telemetry.progress import ALWAYS, FigureColumn, Work, format_duration, in_line, progress
 from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
 from processes import wait_for
@@ -220,3 +221,38 @@ def test_no_bar_moves_where_another_program_shows_the_results() -> None:
     os.close(screen)
     os.close(stderr)
     assert (done.returncode, done.stdout) == (0, b"cat\n")
+
+
+def test_the_first_steps_are_no_measure_once_more_have_followed() -> None:
+    """Five steps took 100 s, the later ones take 10 s each."""
+    estimate = left(5)
+    estimate.clock = SimpleNamespace(passed=lambda: 100.0)  # type: ignore[assignment]
+    estimate.window_ended(10)
+    for step, passed, seconds in ((10, 100.0, 20 * 15), (15, 150.0, 15 * 10), (16, 160.0, 10 * 9), (25, 250.0, 0)):
+        estimate.clock = SimpleNamespace(passed=lambda passed=passed: passed)  # type: ignore[assignment]
+        assert estimate.seconds(step) == seconds, step
+
+
+def test_a_line_that_is_as_wide_as_the_terminal_loses_no_figure() -> None:
+    columns = [
+        FigureColumn("step", "7", "/25", ALWAYS),
+        FigureColumn("loss", "0.5", "", 4),
+        FigureColumn("wait", "3", " %", 0),
+    ]
+    whole = in_line(columns, None)
+    assert in_line(columns, whole.cell_len).plain == whole.plain
+    assert in_line(columns, whole.cell_len - 1).plain == in_line(columns[:2], None).plain
+
+
+def test_the_bar_is_the_share_of_the_steps_or_of_the_evaluation_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal(monkeypatch)
+    bar = Bar(PLAN, left(0), Monitor())
+    try:
+        bar.advance(5, 0.0)
+        assert bar.status().plain.count("━") == round(5 / 25 * 22)
+        bar.evaluating(6, 8)
+        assert bar.status().plain.count("━") == round(6 / 8 * 22)
+        bar.evaluated(5, SCORES, None, best=False)
+        assert bar.status().plain.count("━") == round(5 / 25 * 22)
+    finally:
+        bar.close()

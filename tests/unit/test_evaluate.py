@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
+from lockstep.core.model import best_classes
 from lockstep.core.protocols import Metric
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder
@@ -23,7 +24,7 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.inference.scoring import EvaluatedSplit, Evaluation, Part, csv_lines
+from lockstep.inference.scoring import EvaluatedSplit, Evaluation, Part, Predicted, counts, csv_lines
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
@@ -31,6 +32,7 @@ from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.strategy import Single
 from lockstep.tasks import Multiclass
 from lockstep.training.evaluate import evaluate_model, weighted_views
+from lockstep.training.predictions import MATRIX_CLASSES
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -288,3 +290,40 @@ def test_the_results_by_class_are_those_of_the_labels_and_leave_out_broken_image
     facts = result.facts()
     assert facts["confusion"] == [[1, 2, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert (facts["images"], facts["skipped"]) == (5, 1)
+
+
+def part_of(whole: list[bool], **place: str) -> Part:
+    labels = torch.zeros(len(whole), dtype=torch.int64)
+    split = ArraySplit(torch.zeros(len(whole), 1, 1, 1, dtype=torch.uint8), labels)
+    return Part(
+        EvaluatedSplit(split, labels, place=place), 1, torch.tensor(whole), (labels, torch.ones(len(whole))), {}
+    )
+
+
+def test_the_images_of_all_parts_are_counted_and_each_part_has_its_columns() -> None:
+    parts = [part_of([True, True], fold="0"), part_of([True, False, False], fold="1", seed="2")]
+    assert counts(parts) == {"images": 3, "skipped": 2}
+    card: Any = SimpleNamespace(names=("a", "b"), classes=2, targets="classes")
+    head, *rows = csv_lines([Evaluation(card, [part], {}, {}) for part in parts])
+    assert head == b"sample,label,predicted,probability,fold,seed\n"
+    assert rows[0] == b"0,a,a,1,0,\n"
+    assert rows[-1] == b"2,a,,,1,2\n"
+
+
+@pytest.mark.parametrize(("classes", "title"), [(10, "each class:"), (11, "the 10 classes with the lowest top-1:")])
+def test_ten_classes_are_all_shown(classes: int, title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = torch.arange(classes)
+    split = ArraySplit(torch.zeros(classes, 1, 1, 1, dtype=torch.uint8), labels)
+    card: Any = SimpleNamespace(names=tuple(map(str, range(classes))), classes=classes, targets="classes")
+    part = Part(EvaluatedSplit(split, labels), 1, labels >= 0, (labels, torch.ones(classes)), {})
+    Evaluation(card, [part], {}, {}).show()
+    assert capsys.readouterr().out.splitlines()[0] == title
+
+
+@pytest.mark.parametrize(("classes", "columns"), [(MATRIX_CLASSES, 3), (MATRIX_CLASSES + 1, 2)])
+def test_a_hundred_classes_have_their_log_odds(classes: int, columns: int) -> None:
+    card: Any = SimpleNamespace(probabilities="softmax", targets="classes", classes=classes)
+    observer, logits = Predicted(card, lambda number: None), torch.randn(2, classes)
+    labels = torch.tensor([0, 1])
+    observer.update(EvaluationBlock(labels, logits, best_classes(logits), labels, labels, 0))
+    assert len(observer.blocks[0]) == columns

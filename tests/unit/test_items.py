@@ -18,6 +18,7 @@ from torchvision.transforms.functional import to_tensor
 
 import lockstep
 from lockstep.core.errors import BrokenImage, InputError, StorageError
+from lockstep.data.datasets.composed import groups_of, names_in, source_of, stored_targets
 from lockstep.data.datasets.item import pixels_of
 from lockstep.data.datasets.items import DatasetOption
 from lockstep.data.datasets.of_torchvision import TORCHVISION_SPLITS, Torchvision
@@ -334,6 +335,33 @@ def test_a_concatenation_has_the_targets_names_and_groups_of_its_parts() -> None
     numbers = [[int(split.name(n).split()[1]) % NUMBER for n in range(len(split))] for split in splits]
     assert sorted([*numbers[0], *numbers[1]]) == sorted([*range(NUMBER), *range(4)])
     assert not {number // 2 for number in numbers[0]} & {number // 2 for number in numbers[1]}
+
+
+def test_an_item_of_composed_datasets_is_of_the_part_that_has_it() -> None:
+    one, two, few, fewer = Grouped(), Grouped(), Photos(targets=CLASSES[:4]), Photos(targets=CLASSES[:2])
+    inner = Subset(ConcatDataset([fewer, two]), [13, 0, 2, 1])
+    whole = ConcatDataset([Subset(one, [7, 3, 9]), few, inner])
+    expected = [
+        (one, 7),
+        (one, 3),
+        (one, 9),
+        *((few, n) for n in range(4)),
+        (two, 11),
+        (fewer, 0),
+        (two, 0),
+        (fewer, 1),
+    ]
+    assert [source_of(whole, index) for index in range(len(whole))] == expected
+    groups = [
+        f"patient {index // 2}" if part in (one, two) else f"item {n}" for n, (part, index) in enumerate(expected)
+    ]
+    assert groups_of(whole) == groups
+    assert len({name for name in groups if name.startswith("item")}) == 6, "each is a group of its own"
+    stored = ConcatDataset([Subset(one, [7, 3, 9]), Subset(two, [1, 0])])
+    assert stored_targets(stored) == [CLASSES[index] for index in (7, 3, 9, 1, 0)]
+    assert names_in(stored) == ("a", "b", "c")
+    two.classes = ("a", "b", "x")
+    assert names_in(stored) == ()
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,13 @@ def of_photos(*words: str, size: int = 64) -> ResolvedJob:
     return replace(resolved("device=cpu", *words), dataset=Folder(path="photos", decode_size=size, input_size=size))
 
 
-@pytest.mark.parametrize("total", [1, 2, 17, 20, 1000])
+@pytest.mark.parametrize("total", [1, 2, 3, 17, 20, 47, 1000, 10_000])
 def test_the_interval_of_a_share_is_wilsons(total: int) -> None:
     for right in {0, 1, total // 2, total - 1, total}:
         interval = binomtest(right, total).proportion_ci(method="wilson")
-        assert wilson(right, total) == pytest.approx((interval.low, interval.high), abs=1e-12)
+        low, high = wilson(right, total)
+        assert (low, high) == pytest.approx((interval.low, interval.high), abs=1e-12)
+        assert 0 <= low <= high <= 1
 
 
 @pytest.mark.parametrize(

@@ -198,3 +198,10 @@ def test_a_loss_without_a_value_per_example_is_refused_before_the_first_step(
     monkeypatch.setattr(CrossEntropy, "build", lambda self, classes, labels: module)
     with pytest.raises(InputError, match=sentence):
         train_here(tmp_path / "run", "steps=1", f"train.mixup={float(isinstance(module, nn.BCEWithLogitsLoss))}")
+
+
+def test_a_target_that_is_the_threshold_becomes_0_as_in_timm() -> None:
+    shares = torch.tensor([[0.25, 0.75, 0.0], [0.5, 0.25, 0.25]], dtype=torch.float64)
+    loss = BCE(threshold=0.25).build(3, LABELS)
+    theirs = BinaryCrossEntropy(0.0, 0.25)
+    close(loss(LOGITS[:2, :3], shares).mean(), theirs(LOGITS[:2, :3], shares))

@@ -111,7 +111,7 @@ def test_a_window_is_the_mean_over_its_examples() -> None:
 def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None:
     telemetry = recorder(Collector(), step=3)
     telemetry.loss_limit = 2000
-    for step, losses in ((4, [1999.0] * 3), (5, [bad]), (6, [1.0]), (7, [bad])):
+    for step, losses in ((4, [2000.0] * 3), (5, [bad]), (6, [1.0]), (7, [bad])):
         telemetry.step = step
         count(telemetry, losses, [True] * len(losses))
     assert ended(telemetry, 7).first_bad_step == 5

@@ -30,7 +30,7 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
 from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Predictor, run_of
+from lockstep.inference.predictor import Prediction, Predictor, run_of
 from lockstep.inference.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.training.resolved_job import load_job
 
@@ -405,3 +405,18 @@ def test_a_grey_image_gets_the_mean_of_all_colours() -> None:
     for channels in (1, 4):
         expected = np.array([[0.4] * channels, [2] * channels])
         assert np.array(trained.normalisation(channels)) == pytest.approx(expected)
+
+
+def test_of_equal_classes_the_predicted_one_is_first_and_no_probability_is_above_itself() -> None:
+    odds = torch.tensor([0.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    for label in (1, 2):
+        prediction = Prediction(label=label, names=tuple("abcd"), probabilities=odds.sigmoid(), log_odds=odds)
+        assert [row[0] for row in prediction.top(2)] == [label, 3 - label]
+        assert {name for _, name, _ in prediction.above(0.5)} == {"b", "c"}
+
+
+def test_parts_of_any_sizes_together_have_the_figures_of_the_whole(digits: RunDir) -> None:
+    predictor, whole = lockstep.load(digits.path, device="cpu"), Digits().eval()
+    parts = [ArraySplit(whole.images[of], whole.labels[of]) for of in (slice(30), slice(30, None))]
+    trials = [(predictor, EvaluatedSplit(part, part.labels, place={"fold": str(n)})) for n, part in enumerate(parts)]
+    assert evaluated(trials).figures == pytest.approx(evaluate_split(predictor, whole).figures, rel=1e-5)

@@ -467,3 +467,10 @@ def test_a_metric_of_the_user_need_not_have_a_value(value: float, tmp_path: Path
     assert '"it/0": 0.5, "it/1": null' in (tmp_path / "metrics.jsonl").read_text()
     assert [*read_figures(tmp_path / "metrics.jsonl")] == [(1, {"it/0": 0.5})]
     assert finite(figures) == {"it/0": 0.5}
+
+
+def test_a_probability_on_the_border_of_two_intervals_is_in_the_lower_one() -> None:
+    logits = torch.tensor([[0.0, 0.0], [math.log(9), 0.0]], dtype=torch.float64)  # probabilities of 0.5 and 0.9
+    scores = Scores({"it": metrics.Calibration(bins=2)}, 2, (), World.solo())
+    scores.update(block(logits, torch.tensor([0, 1])))
+    assert scores.compute()["it"] == pytest.approx((0.5 + 0.9) / 2), "in one interval it would be 0.2"

@@ -396,8 +396,11 @@ def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp
     (text,) = read.Tensors("run/config/text_summary")
     assert text.tensor_proto.string_val == [b"    batch: 1"]
     curve = events(tmp_path / "val").Tensors("precision_recall/d")[0].tensor_proto
-    hits, wrong, _, missed, precision, recall = np.array(curve.float_val).reshape(6, -1)
+    hits, wrong, right, missed, precision, recall = np.array(curve.float_val).reshape(6, -1)
     assert (hits[0], wrong[0], missed[0], wrong[1]) == (1, 2, 0, 0)
+    assert (right[:2].tolist(), missed.any()) == ([0, 2], False), (
+        "above the first threshold, both others are left out"
+    )
     assert (precision[0], recall[0], precision[-1]) == (pytest.approx(1 / 3), 1, 1)
 
 

@@ -69,7 +69,7 @@ def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkey
     assert rates(Run(tmp_path).spent) == {"img_per_s": 6.25, "data_wait_pct": 10}
 
 
-@pytest.mark.parametrize("budget", [{"hours": 0.4}, {"kwh": 1.9}, {"usd": 2.9}])
+@pytest.mark.parametrize("budget", [{"hours": 0.4}, {"kwh": 1.9}, {"kwh": 2.0}, {"usd": 2.9}])
 def test_a_budget_that_is_used_up_asks_for_a_stop_with_its_reason(tmp_path: Path, budget: dict[str, float]) -> None:
     spent = spending(tmp_path, **budget)
     if "hours" in budget or "usd" in budget:

@@ -53,6 +53,7 @@ def test_a_block_of_evaluation_has_a_number_of_pixels() -> None:
     blocks = {"dataset=digits": 256, "dataset=fake dataset.size=128": 256, "dataset=fake dataset.size=4096": 1}
     blocks |= {"dataset=imagenet": 83, "dataset=cifar10 dataset.input_size=336": 37}
     blocks |= {"dataset=imagenet train.eval_batch=500": 500}
+    blocks |= {f"dataset=fake dataset.size={sides}": 4 for sides in ("[4096,256]", "[256,4096]")}
     assert {words: resolved(*words.split()).train.eval_batch for words in blocks} == blocks
 
 

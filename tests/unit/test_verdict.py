@@ -19,6 +19,7 @@ from lockstep.diagnostics import verdict
 from lockstep.diagnostics.settings import settings_to_try, tried
 from lockstep.diagnostics.verdict import checklist, findings
 from lockstep.models import Linear
+from lockstep.strategy import DDP
 from lockstep.training import dry_run
 from lockstep.training.run_record import Evidence
 
@@ -293,3 +294,30 @@ def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dry_run, "dry_run_step", short_of_memory)
     assert tried(small, {"batch=8": replace(small, batch=8)}, World.solo(), seconds=30) == {}
     assert tried(replace(small, batch=8), {"batch=4": small}, World.solo(), seconds=30) == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "override"),
+    [
+        (
+            {"plan": replace(PLAN, eval_every=160), "shares": {"evaluation": 0.5, "forward": 0.5}},
+            "train.eval_every=20ep",
+        ),
+        ({"steps": 50, "shares": {"slowest_rank": 0.3, "evaluation": 0.4, "forward": 0.3}}, "train.eval_every=2ep"),
+        ({"hardware": {"cpu_cores": 7.5}, "shares": {"data": 0.5, "forward": 0.5}}, "loader.workers=3"),
+        ({"world": World.solo("cuda:0"), "hardware": {"gpu_util": 90.0}, "mfu": 12.0}, "model.compile=true"),
+    ],
+    ids=["twice in a run", "fifty steps", "half a core", "90 %"],
+)
+def test_a_limit_that_is_just_reached_counts(facts: dict[str, Any], override: str) -> None:
+    assert override in [finding.override for finding in findings(evidence(**facts))]
+
+
+def test_as_many_threads_as_cores_and_sixteen_images_of_a_rank_are_enough() -> None:
+    assert [*findings(evidence(cores=2, shares={"forward": 1.0}))] == []
+    of_two = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cpu"))
+    for batch, state in ((32, "done"), (30, "worth trying")):
+        alone = replace(job(), batch=batch, strategy=DDP(sync_batchnorm=False))
+        facts = evidence(job=alone, world=of_two, model=nn.BatchNorm2d(1))
+        items = {item.item: item.state for item in checklist(facts)}
+        assert items["synchronised batch norm"] == state, batch
