@@ -28,6 +28,7 @@ from lockstep.data.datasets.sizes import with_sizes
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.evaluate import split_for
+from lockstep.inference.export import _facts
 from lockstep.inference.predictor import Predictor
 from lockstep.precision import FP32
 from lockstep.training.resolved_job import load_job
@@ -224,3 +225,9 @@ def test_loaded_weights_crop_as_timm_and_those_of_before_as_they_were_trained(ph
         assert old.cropped(old.stored(path)).shape == (1, 3, 48, 32)  # not resized again: 48 of 55 and 32 of 37
     stored = torch.arange(55 * 37).remainder(256).to(torch.uint8).view(1, 1, 55, 37).repeat(1, 3, 1, 1)
     assert torch.equal(old.cropped(stored), stored[..., 4:52, 2:34])
+
+
+def test_an_export_names_the_ways_to_fit_as_timm_does(card: ModelCard) -> None:
+    facts = {fit: _facts(replace(card, fit=fit), {}) for fit in CROP_MODES}
+    assert {fit: of["crop_mode"] for fit, of in facts.items()} == CROP_MODES
+    assert all(of["input_size"] == card.input_shape and of["num_classes"] == card.classes for of in facts.values())

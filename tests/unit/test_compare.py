@@ -32,12 +32,13 @@ from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, slug
 from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.records.record import Record, best_of
+from lockstep.records.record import Record, best_of, figure_of, score_text, swept_keys
 from lockstep.records.runs import differing, groups, read_runs, welch
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
 from lockstep.report.runs import runs
 from lockstep.telemetry.loggers import TensorBoard
+from lockstep.telemetry.progress import format_timestamp
 from lockstep.training.trained import find_weights
 
 COMPOSED = {
@@ -785,3 +786,39 @@ def test_the_rungs_of_a_ladder_are_no_rivals_of_runs(tmp_path: Path, capsys: CAP
     assert [row["score"] for row in json.loads(capsys.readouterr().out)] == [90.0]
     compare([str(tmp_path / "ladders")], by=[], sort=None, form="json")
     assert len(json.loads(capsys.readouterr().out)) >= 1
+
+
+def test_a_sweep_began_when_its_first_job_did(swept: Ledger, capsys: CAPSYS) -> None:
+    for record, started in zip(swept.records(), (0.0, 7200.0, 3600.0), strict=False):
+        swept.write(replace(record, started=started))
+    for record in swept.records()[3:]:
+        swept.write(replace(record, started=86400.0))
+    (row,) = listed(capsys, swept.folder.parent)
+    assert row["when"] == format_timestamp(3600.0)
+
+
+def test_the_largest_parts_of_the_time_are_shown_first_down_to_one_percent(tmp_path: Path, capsys: CAPSYS) -> None:
+    time = {"data": 0.01, "forward": 0.6, "checkpoint": 0.0099, "step": 0.3801}
+    RunDir(run(tmp_path / "a", score=1.0)).write_summary(time=time)
+    listing()(tmp_path / "a")
+    assert "time  forward 60%, step 38%, waiting for data 1%\n" in table(capsys)
+
+
+def test_a_score_from_1_on_has_two_digits_behind_the_point() -> None:
+    scores = {1.0: "1.00", -1.0: "-1.00", 0.0: "0.00", 0.99: "0.99", 0.123456: "0.1235", 12.345: "12.35", None: ""}
+    assert {score: score_text(score, "score") for score in scores} == scores
+
+
+def test_a_logged_figure_is_that_of_the_best_evaluation_or_else_the_last(tmp_path: Path) -> None:
+    run_dir = RunDir(run(tmp_path / "a", score=1.0))
+    run_dir.metrics.write_text("".join(f'{{"step": {step}, "my/gap": {step}}}\n' for step in (10, 20, 30)))
+    assert figure_of(Run(run_dir.path), "my/gap") == 30
+    run_dir.write_summary(best_step=20)
+    assert figure_of(Run(run_dir.path), "my/gap") == 20
+    run_dir.write_summary(best_step=25)  # it was not logged there
+    assert figure_of(Run(run_dir.path), "my/gap") == 30
+
+
+def test_a_key_that_some_jobs_lack_varies() -> None:
+    assert swept_keys([["a=1", "b=2"], ["a=1"], ["c=3", "a=1"]]) == ("b", "c")
+    assert swept_keys([["a=1", "b=2"], ["b=2", "a=1"]]) == ()

@@ -209,3 +209,9 @@ def test_an_unreadable_table_and_a_split_that_it_does_not_have_are_refused(root:
         CSV(path=str(root / "none.csv")).prepare()
     with pytest.raises(InputError, match=r"split_column is 'split', but .*dataset\.test_share=0\.1$"):
         source(root, "path,label", "a.png,cat", "c.png,cat", val_share=0.5, test_split="test").prepare()
+
+
+def test_the_order_of_the_lines_makes_no_other_data_and_another_label_or_split_does(root: Path) -> None:
+    first = source(root, *LINES, "sub/b.png,dog,train").fingerprint()
+    assert source(root, LINES[0], *LINES[:0:-1], "sub/b.png,dog,train").fingerprint() == first
+    assert source(root, LINES[0], *LINES[2:], "a.png,dog,train", "sub/b.png,dog,train").fingerprint() != first

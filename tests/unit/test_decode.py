@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as T
 
 from helpers import decoded, preprocessing
 from lockstep.core.data_protocols import Crop
-from lockstep.data.datasets.decode import Box, ImageFile, Stored
+from lockstep.data.datasets.decode import Box, ImageFile, Stored, read_part
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.transforms.crops import RandomResizedCrop
@@ -117,6 +117,9 @@ def test_a_split_with_boxes_cuts_others_in_each_epoch_and_the_same_again(tmp_pat
     assert first.shape == (6, 3, 16, 24)
     assert torch.equal(split.fetch([4, 2], 1), first[[4, 2]])
     assert not torch.equal(split.fetch([4, 2], 2), first[[4, 2]])
+    again = split.fetch([4, 4 + 6, 4 + 2 * 6], 1)
+    assert torch.equal(again[0], first[4])
+    assert len({image.numpy().tobytes() for image in again}) == 3, "each repetition of an example has its own box"
     assert split.fetch([], 1).shape == (0, 3, 16, 24)
 
 
@@ -167,3 +170,21 @@ def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(ValueError, match="not a regular file"):
         ImageFile.read(tmp_path / "a.png")
+
+
+def test_a_turned_photo_is_decoded_at_the_scale_of_its_upright_sides(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photograph(400, 640).save(tmp_path / "turned.jpg", quality=95, exif=exif)
+    file = ImageFile.read(tmp_path / "turned.jpg")
+    assert (file.height, file.width) == (640, 400)
+    pixels, scale = decoded(file, 0.25)
+    assert (pixels.shape, scale) == ((160, 100, 3), 2)
+
+
+def test_a_file_that_is_read_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, pread = bytes(range(40)), os.pread
+    (tmp_path / "a").write_bytes(content)
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 3), offset))
+    assert read_part(tmp_path / "a") == content
+    assert read_part(tmp_path / "a", 5, 20) == content[5:25]

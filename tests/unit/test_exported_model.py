@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from helpers import NARROW, train_here
 from lockstep.core.errors import LockstepError
+from lockstep.core.run_dir import RunDir
 from lockstep.inference import export as exporting
 from lockstep.inference.predictor import Predictor, load_predictor
 from lockstep.precision import FP32
@@ -117,3 +118,16 @@ def test_without_its_images_a_model_is_compared_on_random_ones(
         exporting.export(str(path), [], kind="torch", pixels="uint8", out=str(tmp_path / "model.pt2"))
         assert f"on 64 images of random pixels, because {reason}" in capsys.readouterr().out
         assert (tmp_path / "model.pt2").is_file()
+
+
+@pytest.mark.parametrize(("best_step", "is_tested"), [(1, True), (2, False)])
+def test_the_model_card_has_the_test_scores_of_its_own_step_alone(
+    digits: Predictor, tmp_path: Path, best_step: int, is_tested: bool
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.overrides.write_text("[]")
+    run.config.write_text("dataset: {path: photos}\n")
+    run.write_summary(best_step=best_step, test={"top1": 12.5})
+    text = exporting.readme(replace(digits.card, step=1), run, "digits", [], {})
+    assert ("On the test split:\n\n- 12.50 % top-1" in text) == is_tested
+    assert "On the evaluation split:" in text

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.files import FileSplit
-from lockstep.data.datasets.folder import Folder, ImageNet
+from lockstep.data.datasets.folder import Folder, ImageNet, left_out_note
+from lockstep.data.datasets.listing import Files, as_names
 
 
 def fill(folder: Path, **levels: list[int]) -> None:
@@ -182,3 +184,48 @@ def test_the_fingerprint_is_that_of_the_names_by_class_wherever_the_folder_lies(
     there = Folder(path=str(tmp_path / "other")).fingerprint()
     assert [name for name in here["train"] if here["train"][name] != there["train"][name]] == ["cat"]
     assert there["val"] == here["val"]
+
+
+def test_six_kinds_of_other_files_are_named_and_the_rest_are_others() -> None:
+    kinds = Counter({f".{letter}": 10 - number for number, letter in enumerate("abcdefg")})
+    six = Counter(dict(kinds.most_common(6)))
+    assert left_out_note(Path("p"), six) == ("p: skipped 45 other files (10 .a, 9 .b, 8 .c, 7 .d, 6 .e, 5 .f)",)
+    assert left_out_note(Path("p"), kinds)[0].endswith("6 .e, 5 .f, others)")
+
+
+@pytest.mark.parametrize(("side", "smaller"), [(111, 111), (112, 112), (113, None)])
+def test_files_of_at_most_half_of_the_input_are_called_small(tmp_path: Path, side: int, smaller: int | None) -> None:
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("RGB", (side + 40, side)).save(tmp_path / place / "0.png")
+    assert Folder(path=str(tmp_path)).enlarged_side() == smaller
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seen", "share", "augment"),
+    [
+        ({"decode_size": 256}, (224, 224), 0.875, "standard"),
+        ({"decode_size": [256, 320]}, (256, 320), 1.0, "standard"),
+        ({"decode_size": [320, 256]}, (320, 256), 1.0, "standard"),
+        ({"decode_size": [64, 300]}, (64, 300), 1.0, "crop_flip"),
+        ({"decode_size": [300, 64]}, (300, 64), 1.0, "crop_flip"),
+        ({"decode_size": 65}, (65, 65), 1.0, "standard"),
+    ],
+)
+def test_only_squares_of_256_pixels_have_the_usual_centre_and_only_small_images_are_shifted(
+    sizes: Any, seen: tuple[int, int], share: float, augment: str
+) -> None:
+    source = Folder(path="nowhere", **sizes)
+    assert (source.input_shape[1:], source.eval_crop, source.usual_augment) == (seen, share, augment)
+
+
+def test_names_that_run_into_each_other_are_other_data() -> None:
+    labels = torch.zeros(2, dtype=torch.int64)
+    facts = [Files(Path, as_names(names), labels, ("x",)).fingerprint() for names in (["ab", "c"], ["a", "bc"])]
+    assert facts[0] != facts[1]
+    of_many = [
+        Files(Path, as_names("ab"), own, ("x",)).fingerprint() for own in (torch.zeros(2, 1), torch.ones(2, 1))
+    ]
+    assert of_many[0] != of_many[1]
+    members = [Files(Path, np.arange(2), own, ("x", "y"), "shards").fingerprint() for own in (labels, 1 - labels)]
+    assert members[0] != members[1]

@@ -18,6 +18,7 @@ from torchvision.transforms.functional import to_tensor
 
 import lockstep
 from lockstep.core.errors import BrokenImage, InputError, StorageError
+from lockstep.core.model_card import MOST_CHANNELS
 from lockstep.data.datasets.composed import groups_of, names_in, source_of, stored_targets
 from lockstep.data.datasets.item import pixels_of
 from lockstep.data.datasets.items import DatasetOption
@@ -434,3 +435,9 @@ def test_items_of_a_dataset_that_is_not_thread_safe_are_read_one_at_a_time() -> 
     split = source.train()
     with ThreadPoolExecutor(4) as pool:
         assert len([*pool.map(split.fetch, ([number] for number in range(NUMBER)))]) == NUMBER
+
+
+def test_an_image_may_have_the_most_channels_and_one_more_is_refused() -> None:
+    assert pixels_of(np.zeros((8, 8, MOST_CHANNELS), np.uint8)).shape == (8, 8, MOST_CHANNELS)
+    with pytest.raises(ValueError, match=r"expected \(height, width, channels\)"):
+        pixels_of(np.zeros((8, 8, MOST_CHANNELS + 1), np.uint8))

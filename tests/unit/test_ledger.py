@@ -937,3 +937,21 @@ def test_a_line_goes_on_with_its_sweep_if_it_changes_no_run(tmp_path: Path) -> N
 def test_what_a_sweep_cannot_go_on_with_is_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
         choose_folder(line(tmp_path, *words))
+
+
+def test_a_halving_has_as_many_rounds_as_the_factor_divides_the_jobs() -> None:
+    for factor, power in itertools.product(range(2, 12), range(1, 6)):
+        jobs = factor**power
+        assert search.shares(jobs, factor) == [factor ** (number - power) for number in range(power + 1)]
+        assert len(search.shares(jobs - 1, factor)) == power, "one job fewer is a round fewer"
+
+
+def test_the_time_left_is_spread_over_the_jobs_that_run_at_once_and_is_at_least_the_longest(tmp_path: Path) -> None:
+    view = SweepView(begun(tmp_path))
+    view.durations, view.left = [20.0], 0
+    lefts = (80.0, 10.0)
+    view.running = {n: SimpleNamespace(duration=100.0, left=lambda of=of: of) for n, of in enumerate(lefts)}  # type: ignore[misc]
+    assert view.seconds_left(waiting=4) == (80 + 10 + 4 * 20) / 2
+    assert view.seconds_left(waiting=0) == 80
+    view.portion, view.later = 0.5, 3.0
+    assert view.seconds_left(waiting=8) == (80 + 10 + 8 * 10) / 2 + 3 * 20 / 2

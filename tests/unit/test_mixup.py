@@ -186,3 +186,16 @@ def test_a_broken_image_has_no_weight_and_leaves_the_sample_before_it_alone(kind
     loss.counted(loss(logits, targets), labels[:-1]).sum().backward()
     assert logits.grad is not None
     assert (logits.grad.abs().amax(1) > 1e-15).tolist() == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_targets_of_oblong_images_of_several_labels_are_the_shares_of_their_pixels(kind: str) -> None:
+    number = torch.arange(41)
+    images = (number % 2).double()[:, None, None, None].expand(-1, 2, 6, 20)  # black ones and white ones in turn
+    labels = torch.stack([number % 2, 1 - number % 2, torch.ones(41)], 1).double()
+    mix = Mix(classes=3, **dict(zip(("mixup", "cutmix"), KINDS[kind], strict=True)))
+    mixed, targets = mix.apply(images, labels, sample_keys(0, 0, number, MIX))
+    torch.testing.assert_close(targets[:, 0], mixed.mean((1, 2, 3)))
+    torch.testing.assert_close(targets[:, 0] + targets[:, 1], torch.ones(40, dtype=torch.float64))
+    assert torch.equal(targets[:, 2], torch.ones(40, dtype=torch.float64)), "a label of both"
+    assert (targets[:, 0] % 1 != 0).any()

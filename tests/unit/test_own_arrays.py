@@ -60,6 +60,13 @@ def test_booleans_are_black_and_white() -> None:
     assert torch.equal(source(PIXELS > 99).train().images, torch.from_numpy(PIXELS > 99) * torch.tensor(255).byte())
 
 
+def test_other_pixels_and_other_labels_are_other_data() -> None:
+    own = source().fingerprint()
+    assert source(labels=1 - KINDS).fingerprint() != own
+    assert source(PIXELS[::-1].copy()).fingerprint() != own
+    assert source(PIXELS.copy(), KINDS.copy()).fingerprint() == own
+
+
 @pytest.mark.parametrize("off", [-0.49, 0.49])
 def test_floats_become_the_nearest_bytes(off: float) -> None:
     floats = ((PIXELS + off) / 255).clip(0, 1)

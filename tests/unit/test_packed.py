@@ -344,3 +344,14 @@ def test_a_command_that_names_too_little_or_too_much_is_refused(words: list[str]
     says = "expected TARGET and the overrides of a data set, SOURCE and TARGET, or --check TARGET alone"
     with pytest.raises(InputError, match=says):
         command.pack(words, check=check)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+def test_a_packed_set_says_how_its_images_were_fitted(tmp_path: Path, fit: str) -> None:
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("RGB", (24, 12)).save(tmp_path / place / "0.png")
+    source = Folder(path=str(tmp_path), decode_size=[8, 16], fit=fit)
+    pack(source, tmp_path / "target")
+    own = Packed(path=str(tmp_path / "target"))
+    assert (own.fit, own.image_shape, own.eval_crop) == (fit, (3, 8, 16), source.eval_crop)

@@ -23,11 +23,14 @@ from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.tags import TAGS, chosen_on_itself
+from lockstep.core.tags import TAGS, Figure, chosen_on_itself
 from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import Record
+from lockstep.report.charts import CURVE_POINTS, _axis, charts, line_chart
 from lockstep.report.listener import LONG_S, is_due
 from lockstep.report.report import report
 from lockstep.report.run_page import write_report
+from lockstep.report.sweep_page import _importance, write_sweep_report
 from lockstep.telemetry import pictures
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7919 * 7907 }}$\\frac{&amp;\u202e日本語"
@@ -362,6 +365,7 @@ def test_a_page_follows_the_monitor(run: RunDir) -> None:
     run.write_summary(monitor="-mae", best=2.5, best_step=4, stopped_early=early, scores={"loss": 0.25, "mae": 2.5})
     figures = {"loss/val": 0.5, "loss/val_ema": 0.25, "metric/mae": 2.75, "metric/r2": 0.5, "metric/f1": 0.75}
     lines = [{"step": step, **figures, "metric/rmse": 3.0, "my/scalar": 7.0} for step in (2, 4)]
+    lines[0] |= {"metric/mae": 9.5, "loss/val": 0.75}
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     page = page_of(run)
     text = " ".join(page.text.split())
@@ -509,3 +513,62 @@ def test_a_browser_shows_pages_without_errors_on_phones_and_desks(run: RunDir, s
                 broken = "return [...document.images].filter(i => !i.naturalWidth).map(i => i.alt)"
                 assert window.run(broken) == [], "every chart is drawn"
         assert window.messages() == []
+
+
+@pytest.mark.parametrize("classes", [50, 51])
+def test_fifty_classes_keep_their_order_and_of_more_the_one_without_images_is_left_out(
+    run: RunDir, classes: int
+) -> None:
+    names = [f"class{number:02}" for number in range(classes)]
+    hits = [50 - number for number in range(classes)]
+    examples = [50] * 50 + [0] * (classes - 50)
+    kinds: dict[str, Any] = {"examples": examples, "predicted": [50] * classes, "hits": hits}
+    Predictions(step=1, names=names, **kinds, confusion=[], curves=[], worst=[]).write(run.validation)
+    shown = re.findall(r"class\d\d", page_of(run).text)
+    assert shown == (names if classes == 50 else [*reversed(names[:50])])
+
+
+def test_a_run_that_was_stopped_has_a_part_of_its_epochs(run: RunDir) -> None:
+    run.write_summary(step=9, steps=24)
+    assert "digits, epoch 0.75 of 2, " in page_of(run).text
+
+
+def test_an_axis_has_a_tick_at_each_end_that_is_one() -> None:
+    place, ticks = _axis(0.0, 10.0, 50, 430, whole=True)
+    assert [text for _, text in ticks] == ["0", "2", "4", "6", "8", "10"]
+    assert [at for at, _ in ticks] == [50, 126, 202, 278, 354, 430]
+    assert place(5.0) == 240
+
+
+def test_the_steps_of_a_long_curve_are_averaged_as_its_values_are() -> None:
+    numbers = [float(number) for number in range(2 * CURVE_POINTS)]
+    (curve,) = line_chart([("loss", "red", numbers, numbers)])["curves"]
+    assert len(curve["points"]) == CURVE_POINTS
+    assert [text for *_, text in curve["points"]][-1] == "step 798: 798.5"
+
+
+@pytest.mark.parametrize(("number", "title"), [(20, "GPU"), (21, "GPU (the first 20 of 21)")])
+def test_a_chart_says_when_it_leaves_curves_out(number: int, title: str) -> None:
+    figures = [(step, {f"gpu/util/{gpu}": float(step) for gpu in range(number)}) for step in (1, 2)]
+    ((shown, chart),) = charts(figures, {"GPU": [Figure("gpu/util/", "GPU", colour="")]})
+    assert (shown, len(chart["curves"])) == (title, 20)
+
+
+def test_a_key_counts_by_the_jobs_of_its_values_and_one_of_as_many_values_as_jobs_says_nothing() -> None:
+    settings = [("1", 10.0), ("1", 12.0), ("1", 11.0), ("2", 15.0)]
+    records = [
+        Record(number=n, overrides=(f"a={a}", f"b={n}"), folder="", objective=score)
+        for n, (a, score) in enumerate(settings)
+    ]
+    ((key, share),) = _importance(records, ["a", "b"])
+    assert (key, share) == ("a", pytest.approx(12 / 14))
+
+
+def test_a_sweep_costs_what_all_of_its_jobs_cost(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(swept=("a",), words=("a=1,2",)))
+    for record, seconds in zip(ledger.enter([(("a=1",), "1"), (("a=2",), "2")]), (10.0, 30.0), strict=True):
+        folder = RunDir.at(ledger.folder / record.folder)
+        folder.write_summary(status="completed", seconds=seconds)
+        ledger.end(ledger.start(record), State.done, objective=1.0)
+    assert "seconds of all 40 " in " ".join(Page(write_sweep_report(ledger)).text.split())

@@ -431,3 +431,14 @@ def test_broken_images_count_nothing_in_any_task(task: str, tmp_path: Path) -> N
     for lines in zip(records(fewer), records(skipped), strict=True):
         one, other = ({tag: line[tag] for tag in line if tag in tags} for line in lines)
         assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_five_classes_without_images_are_named_and_eight_images_are_no_few() -> None:
+    names = [*"abcdefg"]
+    for missing, shown in ((5, "c, d, e, f, g"), (6, "b, c, d, e, f, ...")):
+        labels = torch.arange(8) % (len(names) - missing)
+        notes = class_notes(names, {"train": torch.arange(7), "val": labels})
+        few = f"{missing} of 7 classes have no image in the evaluation split, so no score tells anything about them"
+        assert notes == [f"{few}: {shown}"]
+    (note,) = class_notes(["a", "b"], {"val": torch.arange(7) % 2})
+    assert note == "the evaluation split has 7 images, so a score says little; more to evaluate say more"
