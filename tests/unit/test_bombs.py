@@ -388,3 +388,17 @@ def test_an_unusual_image_is_read_as_pillow_reads_it(name: str) -> None:
     with Image.open(io.BytesIO(content)) as image:
         expected = np.array(image.convert("RGB")).astype(int)
     assert np.abs(decoded(ImageFile.of(content))[0] - expected).max() <= 4 * content.startswith(b"\xff\xd8")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (lambda more: scans(503 + more, 1024), "it has 513 scans, expected at most 512"),
+        (lambda more: noted(256 + more), "it has 257 segments of EXIF, expected at most 256"),
+    ],
+    ids=["scans", "EXIF"],
+)
+def test_as_much_as_is_allowed_is_read_and_one_more_is_refused(content: Callable[[int], bytes], says: str) -> None:
+    ImageFile.of(content(0))
+    with pytest.raises(ValueError, match=says):
+        ImageFile.of(content(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -327,3 +328,22 @@ def test_a_hundred_classes_have_their_log_odds(classes: int, columns: int) -> No
     labels = torch.tensor([0, 1])
     observer.update(EvaluationBlock(labels, logits, best_classes(logits), labels, labels, 0))
     assert len(observer.blocks[0]) == columns
+
+
+def test_pandas_reads_the_predictions_with_the_names_that_the_classes_have() -> None:
+    pandas = pytest.importorskip("pandas")
+    names = ("a,b", 'say "x"', "ä;\t|", "-1", "=SUM(1)", " two ")
+    labels = torch.arange(6)
+    split = ArraySplit(torch.zeros(6, 1, 1, 1, dtype=torch.uint8), labels)
+    card: Any = SimpleNamespace(names=names, classes=6, targets="classes")
+    answers = labels.flip(0), torch.linspace(0.1, 1.0, 6)
+    part = Part(EvaluatedSplit(split, labels, place={"fold": "3"}), 1, labels != 2, answers, {})
+    text = b"".join(csv_lines([Evaluation(card, [part], {}, {})])).decode()
+    table = pandas.read_csv(StringIO(text), dtype={"label": str, "predicted": str})
+    shown = [*names[:2], "ä;\\t|", "-1", "'=SUM(1)", " two "]
+    assert table["label"].tolist() == shown
+    assert table["predicted"].dropna().tolist() == [name for n, name in enumerate(shown[::-1]) if n != 2]
+    assert table["sample"].tolist() == [*range(6)]
+    assert np.array_equal(table["probability"].to_numpy(np.float32)[3:], answers[1].numpy()[3:])
+    assert table["probability"].isna().tolist() == [False, False, True, False, False, False], "a broken image"
+    assert table["fold"].tolist() == [3] * 6

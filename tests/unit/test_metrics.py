@@ -387,3 +387,14 @@ def test_a_window_that_is_read_late_names_its_own_bad_step() -> None:
     (window,) = telemetry.write_windows()
     assert (window.first, window.last, window.first_bad_step) == (3, 4, None)
     assert telemetry.write_windows() == []
+
+
+def test_the_first_bad_step_is_that_of_the_rank_that_had_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_bad_step(world: World) -> int | None:
+        telemetry = recorder(Collector(), world=world)
+        telemetry.loss_limit = 2000
+        for telemetry.step in range(1, 6):
+            count(telemetry, [1e9 if telemetry.step >= (4, 2, 6)[world.rank] else 1.0], [True])
+        return ended(telemetry, 5).first_bad_step
+
+    assert ThreadRanks(3, monkeypatch).run(first_bad_step) == [2, 2, 2]
