@@ -268,5 +268,5 @@ def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
     show_ladder([first, row, none])
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines[:3])
-    assert lines[2].split() == ["DDP", "320", "±40", "3.20", "80%", "25%", "3.00", "90.00", "5e-01", "0"]
+    assert lines[2].split() == ["DDP", "320", "±40", "3.20", "80", "%", "25", "%", "3.00", "90.00", "5e-01", "0"]
     assert lines[3] == "FSDP is not in the table: it needs a GPU"

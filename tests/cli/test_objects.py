@@ -154,7 +154,7 @@ def test_the_lines_of_a_run_with_objects_name_their_classes_and_what_works_with_
     lines = one["log"].splitlines()
     assert "     model  MyNet, " in one["log"]
     run, objects = f"outputs/{Path(one['given'][1]).name}", "model=MyNet(...), loss=my_loss"
-    ends = ("      loss  my_loss", f'lockstep.load("{run}", model=MyNet(...)).predict(PHOTO)')
+    ends = ("      loss  my_loss", f'lockstep.load("{run}", model=MyNet(...)).predict(FILE)')
     for end in (*ends, f'lockstep.train(["resume={run}", "steps=12"], {objects})'):
         assert any(line.endswith(end) for line in lines), end
 

@@ -187,7 +187,8 @@ def test_latest_is_the_newest_run_that_has_weights(place: Path, tmp_path: Path) 
     assert "second" in (tmp_path / "outputs" / "latest").read_text()
     done = forked("lockstep", "predict", "latest", "photos/val/mug", cwd=tmp_path)
     assert done.code == 0, done.err
-    assert re.match(r"outputs/\d+-\d+-first-\w+: Linear, trained on Folder, \d+\.\d\d % top-1 at step \d\n", done.err)
+    run = r"outputs/\d+-\d+-first-\w+: Linear, trained on photos \(Folder\), \d+\.\d\d % top-1 at step \d\n"
+    assert re.match(run, done.err)
 
 
 def test_clean_says_what_all_would_free(place: Path, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def recipes(tmp_path: Path) -> Path:
         (("monitor=loss", "seed=1,2", "hydra.launcher.direction=maximize"), "whose direction is minimize"),
         (("metric=f1,kappa", "monitor=f1"), "job 1 (metric=kappa): monitor has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[score,f1]"), "job 0 (seed=1): sweep.objectives has f1, which an evaluation"),
+        (("sweep.objectives=[score,f1]",), "job 0: sweep.objectives has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[top1,score]"), "each once; the score is top1: sweep.objectives=[score]"),
         (("hydra/sweeper=optuna", "batch=8,9", "sweep.objectives=[speed]"), "sweep.objectives has speed, which"),
         (("hydra/sweeper=optuna", "batch=8,9", "seed=1,2"), "compares job by job, so the luckiest seed would win"),

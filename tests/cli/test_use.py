@@ -161,11 +161,11 @@ def test_the_ending_of_a_file_of_predictions_decides_its_form(place: Path, tmp_p
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--out", "p.txt"), "--out is p.txt, expected an ending of csv, json, jsonl, and no flag of another form"),
-        (("--out", "p"), "--out is p, expected an ending of csv, json, jsonl"),
+        (("--out", "p.txt"), "--out is p.txt, expected a file .csv or .json or .jsonl: --out p.csv"),
+        (("--out", "p"), "--out is p, expected a file .csv or .json or .jsonl: --out p.csv"),
         (
             ("--out", "p.json", "--csv"),
-            "--out is p.json, expected an ending of csv, json, jsonl, and no flag of another form",
+            "--out is p.json, expected a file .csv for --csv: --out p.csv",
         ),
     ],
 )

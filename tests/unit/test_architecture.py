@@ -433,6 +433,11 @@ def test_no_line_is_broken_where_there_is_no_terminal() -> None:
     assert not [name for name, call in prints if "soft_wrap=True" not in ast.unparse(call)]
 
 
+def test_a_shown_percentage_has_a_space_in_front_of_its_sign() -> None:
+    texts = {str(path): re.findall(r".*:\.\d%\}.*", path.read_text()) for path in sources(PACKAGE)}
+    assert {path: lines for path, lines in texts.items() if lines} == {}, "only what a user types is 5%"
+
+
 def test_the_entry_point_stays_a_table_of_contents() -> None:
     assert len((PACKAGE / "cli" / "train.py").read_text().splitlines()) <= 72
 

@@ -169,10 +169,11 @@ def test_another_option_replaces_the_first(tmp_path: Path, first: str, now: str,
 
 def test_a_key_that_is_typed_now_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_dir(tmp_path / "run", "schedule=step", "schedule.gamma=0.5")
+    values = {**composed("schedule=constant"), "resume": str(run.path)}
     for word in ("schedule.gamma=0.7", "schedule.warmpu=7", "++schedule={gamma: 0.7}"):
         called = Invocation(overrides=("schedule=constant", word), sweep=False, folder=None, hydra="")
         with pytest.raises(InputError, match=r"schedule\.(gamma|warmpu)"), composition.composing():
-            build_job(decide_resume({**composed("schedule=constant"), "resume": str(run.path)}, called).values)
+            build_job(decide_resume(values, called).values)
     assert "schedule.gamma=0.5 of the run is dropped" in capsys.readouterr().out
     assert decided(f"resume={run.path}", "epochs=7").values["schedule"]["gamma"] == 0.5
 

@@ -28,7 +28,7 @@ from lockstep.core.errors import (
 )
 from lockstep.core.figures import csv_row
 from lockstep.core.run_dir import RunDir
-from lockstep.core.table import Column, show_table
+from lockstep.core.table import Column, column_of_settings, show_table
 from lockstep.runtime import program
 
 
@@ -216,3 +216,9 @@ def test_no_cell_is_a_formula(begin: str) -> None:
     for cell in cells:
         assert cell[0] in "'\\"
         assert cell.isprintable()
+
+
+@pytest.mark.parametrize("unset", ["null", "{}", "[]"])
+def test_a_table_shows_a_key_without_a_value_as_none_but_beside_the_option_none_as_it_is(unset: str) -> None:
+    assert column_of_settings("metric", [unset, "[auroc]"]).cells == ["none", "[auroc]"]
+    assert column_of_settings("augment", [unset, "none"]).cells == [unset, "none"]

@@ -99,6 +99,8 @@ def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
     assert {suggest_override(*word) for word in words} == {""}
     with pytest.raises(InputError, match=r"--zzz is not a flag .*--cfg job"):
         command_line.check_flags(["--zzz"], get_args_parser())
+    with pytest.raises(InputError, match=r"^--config may be --config-path, --config-name, .*: --config-name NAME$"):
+        command_line.check_flags(["--config", "x"], get_args_parser())
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin", ".ckpt"])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -61,6 +62,7 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
     checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {format_bytes(size)} can go"
     assert f"{checkpoints}; nothing is removed yet: lockstep clean" in out
     assert all(path.name in out for path in go)
+    assert re.search(r" \((step-\d+ stays|step-\d+(, step-\d+)+ stay)\)$", out, re.MULTILINE), out
     assert cleaned(run, yes=False, form="json") == [8, 6, 4, 2]
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["checkpoints"], row["bytes"], row["removed"]) == ([path.name for path in go], size, False)

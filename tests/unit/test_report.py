@@ -192,7 +192,7 @@ def test_any_missing_file_still_gives_a_page_that_complains_of_nothing(run: RunD
         path.write_bytes(content)
     shutil.rmtree(run.path)
     run.path.mkdir()
-    assert "There are no figures yet." in page_of(run).text
+    assert "A curve needs figures of two steps." in page_of(run).text
 
 
 def values(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -175,6 +175,14 @@ def test_names_of_several_words_are_no_lists(names: list[str], targets: str) -> 
     assert lists_note(names, targets, ";") == []
 
 
+@pytest.mark.parametrize("between", ";|")
+def test_few_cells_with_a_semicolon_or_a_bar_are_lists_also_without_repeated_names(between: str) -> None:
+    names = [f"cat{between}pet", f"dog{between}pet", "cow"]
+    (note,) = lists_note(names, "classes", ";")
+    assert "names of the 3 classes, such as " in note
+    assert note.endswith("use task=multilabel" + " \"dataset.label_separator='|'\"" * (between == "|"))
+
+
 def test_values_of_columns_are_their_numbers(tmp_path: Path) -> None:
     path = table(tmp_path, "x,y", [f"{x},{y}" for x, y in VALUES])
     source = CSV(path=path, label_columns=["x", "y"], targets="values")

@@ -35,7 +35,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, for
             row = {"run": str(run_dir.path), "checkpoints": go, "stay": stay, "bytes": done.size, "removed": yes}
             rows.append(row)
             if form == "table":
-                names = f"{', '.join(go)} ({', '.join(stay) or 'none'} stay)"
+                names = f"{', '.join(go)} ({', '.join(stay) or 'none'} stay{'s' * (len(stay) < 2)})"
                 log.show(f"{format_bytes(done.size):>9}  {run_dir.path}: {names}")
     if form == "json":
         show_json(rows)

@@ -63,7 +63,7 @@ def _with_its_own_option() -> Iterator[None]:
     try:
         yield
     except BrokenImage as error:
-        raise InputError(str(error).replace("dataset.skip=N", "--skip=N")) from error
+        raise InputError(error.told("--skip=N")) from error
 
 
 def check_packed(target: str) -> None:

@@ -21,6 +21,7 @@ MESSAGES = (
     (r"argument (\S+): expected (?:one argument|at least one argument)", "{0} has no value: {0} {example}"),
     (r"argument (\S+): invalid int value: '(.*)'", "{0} is '{1}', expected a whole number: {0} {example}"),
     (r"argument (\S+): invalid float value: '(.*)'", "{0} is '{1}', expected a number: {0} {example}"),
+    (r"ambiguous option: (\S+) could match (.*)", "{0} may be {1}; write one of them: --config-name NAME"),
     (r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", "{0} is '{1}', expected {2}: {0} {example}"),
 )
 

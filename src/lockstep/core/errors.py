@@ -55,10 +55,14 @@ class BrokenImage(InputError):
         return INSTALL in str(self.args[2])
 
     def __str__(self) -> str:
+        return self.told("dataset.skip=N")
+
+    def told(self, skip: str) -> str:
+        """The sentence, where `skip` is what the user types to skip up to N such images."""
         if self.needs_package:
             return f"dataset: {self.failure}"
         return (
-            f"dataset: {self.failure}; remove or replace the file, or skip up to N of them with dataset.skip=N; "
+            f"dataset: {self.failure}; remove or replace the file, or skip up to N of them with {skip}; "
             "`lockstep doctor` looks for all of them"
         )
 

@@ -16,6 +16,7 @@ from lockstep.core.figures import csv_row
 
 GAP = "  "
 INDENT = 4  # of the second line of a row
+UNSET = ("null", "{}", "[]")  # values of keys that a table shows as `none`
 _FRACTION = re.compile(r"(?<![\w.])\d+\.\d+(e[+-]?\d+)?(?![\w.])")
 _ALIGNED_RIGHT = re.compile(r"([-+]?[\d.,]+(e[-+]?\d+)?)?( ?(±.*|%|[kMGT]?B))?")
 _LATEX = {**{sign: f"\\{sign}" for sign in "&%$#_{}"}, "±": r"$\pm$", "\\": r"\textbackslash{}"}
@@ -83,7 +84,7 @@ def column_of_settings(key: str, values: Sequence[str]) -> Column:
     """The column of a key, with as few digits, from three on, as show that different values are different."""
 
     def short(value: str, digits: int) -> Setting:
-        text = Setting(shortened(value, digits))
+        text = Setting("none" if value in UNSET else shortened(value, digits))
         text.is_default = isinstance(value, Setting) and value.is_default
         return text
 

@@ -65,7 +65,7 @@ def show_ladder(rows: Sequence[Row]) -> None:
     """Print the table, which fits into 80 columns, and why rungs are not in it."""
 
     def text(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
+        return "" if value is None else format(value, form).replace("%", " %")
 
     climbed = [row for row in rows if row["img_per_s"] is not None]
     cells = {

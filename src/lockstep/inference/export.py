@@ -36,7 +36,7 @@ from lockstep.data.datasets.decode import GREY, RGB
 from lockstep.data.loading.reading import sample
 from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Predictor, load_predictor, run_of, say_which
+from lockstep.inference.predictor import Predictor, data_shown, load_predictor, run_of, say_which
 from lockstep.precision import FP32
 from lockstep.telemetry.progress import progress
 from lockstep.training.predictions import MATRIX_CLASSES
@@ -326,9 +326,6 @@ def readme(card: ModelCard, run: RunDir | None, name: str, differences: Sequence
         scores += [f"On the {split} split:", "", *texts, ""] if texts else []
     counts = images.items() if isinstance(images := card.trained_on.get("images"), dict) else ()
     numbers = ", ".join(f"{number} images in the {SPLIT_NAMES.get(split, split)} split" for split, number in counts)
-    node = None if run is None else components.read_config(run.config).get("dataset")
-    place = Path(str(node.get("path") or "")).name if isinstance(node, dict) else ""
-    data = f"{place} ({card.data_name})" if place else card.data_name
     origin = ", ".join(filter(None, (base.get("hf_hub_id"), base.get("license"), base.get("origin_url"))))
     code = f"""import timm
 
@@ -338,7 +335,7 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
         *("---", "library_name: timm", "pipeline_tag: image-classification", "tags: [image-classification, timm]"),
         *([f"base_model: {json.dumps(base['hf_hub_id'])}"] if base.get("hf_hub_id") else []),
         *("---", "", f"# {markdown(name)}", ""),
-        f"{markdown_code(card.model_name)}, trained on {markdown(data)} with Lockstep "
+        f"{markdown_code(card.model_name)}, trained on {markdown(data_shown(run, card))} with Lockstep "
         f"{markdown(card.lockstep)}, step {card.step:,}{', averaged weights' * card.averaged}.",
         *([f"Fine-tuned from {markdown(origin)}."] if origin else []),
         "",
@@ -346,7 +343,7 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
         *([f"Classes: {markdown(', '.join(card.names))}.", ""] if card.classes <= MATRIX_CLASSES else []),
         *scores,
         f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width), {card.fit}, the central "
-        f"{card.eval_crop:.1%}, {card.interpolation}; mean {list(card.mean)}, "
+        f"{100 * card.eval_crop:.1f} %, {card.interpolation}; mean {list(card.mean)}, "
         f"standard deviation {list(card.std)}. Outputs: {card.classes:,} {card.targets} ({card.probabilities}).",
         *(f"Predictions can differ from the run's: {difference}." for difference in differences),
         "",

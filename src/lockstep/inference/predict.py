@@ -97,9 +97,11 @@ def form_of(out: Path, form: str) -> str:
     """The form of a file by its ending; `form` is of the flags, or `table`. Raises InputError."""
     check_out(out)
     ending = out.suffix.lower().removeprefix(".")
-    if ending not in OUT_FORMS or form not in ("table", ending):
-        expected = f"an ending of {', '.join(OUT_FORMS)}, and no flag of another form"
-        raise InputError(f"--out is {out}, expected {expected}: --out predicted.csv")
+    fitting, flag = (OUT_FORMS, "") if form == "table" else ((form,), f" for --{form}")
+    if ending not in fitting:
+        endings = [f".{name}" for name in fitting]
+        better = out.with_suffix(endings[0])
+        raise InputError(f"--out is {out}, expected a file {' or '.join(endings)}{flag}: --out {better}")
     return ending
 
 

@@ -16,6 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.model_card import VALUES, ModelCard
 from lockstep.core.protocols import Precision
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
@@ -174,7 +175,14 @@ def say_which(file: Path, card: ModelCard) -> None:
     """Say on standard error which run the weights of a file are from, because `latest` moves."""
     run, score = run_of(file), f", {card.score} at step {card.step}" if card.score else ""
     place = relative(file if run is None else run.path)
-    log.note(f"{place}: {card.model_name}, trained on {card.data_name}{score}")
+    log.note(f"{place}: {card.model_name}, trained on {data_shown(run, card)}{score}")
+
+
+def data_shown(run: RunDir | None, card: ModelCard) -> str:
+    """The data that weights were trained on: the name of its folder or file, where the run says it, and its kind."""
+    node = None if run is None else Run(run.path).composed.get("dataset")
+    name = Path(str(node.get("path") or node.get("name") or "")).name if isinstance(node, dict) else ""
+    return f"{name} ({card.data_name})" if name else card.data_name
 
 
 def run_of(file: Path) -> RunDir | None:

@@ -54,7 +54,8 @@ def show_run(run: Run) -> None:
     best_step = f" at step {facts['best_step']:,}" if facts.get("best_step") else ""
     started = [f"started {format_timestamp(run.started)}"] if run.started else []
     duration = [f"took {format_duration(facts['seconds'])}"] if facts.get("seconds") else []
-    largest = sorted((facts.get("time") or {}).items(), key=lambda part: part[1] or 0, reverse=True)
+    shares = {name: share for name, share in (facts.get("time") or {}).items() if share and share >= 0.01}
+    largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
     rows = {
         "run": str(relative(run.folder)),
         "state": ", ".join([run.status, *started, *duration]),
@@ -63,7 +64,7 @@ def show_run(run: Run) -> None:
         "best": f"{figure_text(monitor.name, facts['best'])}{best_step}" if facts.get("best") is not None else "",
         "scores": scores,
         "test": tests,
-        "time": ", ".join(f"{part_words(name)} {share:.0%}" for name, share in largest if (share or 0) >= 0.01),
+        "time": ", ".join(f"{part_words(name)} {100 * share:.0f} %" for name, share in largest),
         **{name: str((facts.get(key) or {}).get("sentence") or "") for name, key in FINDINGS.items()},
     }
     for label, text in rows.items():

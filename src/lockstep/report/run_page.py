@@ -258,7 +258,7 @@ def _predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
         "worst": [
             {**example, "is": predictions.in_words(example["label"])}
             | {"said": predictions.in_words(example["predicted"])}
-            | {"share": number(example["probability"], ".0%", ")", " (")}
+            | {"share": number(example["probability"], ".0%", ")", " (").replace("%", " %")}
             | {"file": _address(run, str(example["sample"]))}
             for example in predictions.worst
             if not classes or example["label"] != example["predicted"]

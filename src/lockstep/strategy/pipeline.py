@@ -165,9 +165,9 @@ class Pipeline(Single):
         if world.size > 1 and plan.micro_batches < 2 * world.size:
             idle = (world.size - 1) / (plan.micro_batches + world.size - 1)
             notes.append(
-                f"with train.micro_batches={plan.micro_batches} each of {world.size} stages waits {idle:.0%} of a "
-                f"step for the others; train.micro_batches={4 * world.size} leaves "
-                f"{(world.size - 1) / (5 * world.size - 1):.0%}"
+                f"with train.micro_batches={plan.micro_batches} each of {world.size} stages waits {100 * idle:.0f} % "
+                f"of a step for the others; train.micro_batches={4 * world.size} leaves "
+                f"{100 * (world.size - 1) / (5 * world.size - 1):.0f} %"
             )
         return notes
 

@@ -151,8 +151,9 @@ class PoolLauncher(Callback):
                 planned.append(self._planned(words))
             except InputError as error:
                 shown = " ".join(_varied(ledger, job_overrides)[number - first])
+                job = f"job {number}{f' ({shown})' * bool(shown)}"
                 lines = str(error).split("\n")
-                raise WrongJob(*(f"job {number} ({shown}): {line}" for line in lines)) from error
+                raise WrongJob(*(f"{job}: {line}" for line in lines)) from error
         needs = [need for _, need in planned]
         self._agree(ledger, {need.monitor for need in needs if need.monitor})
         settings = {self.identify(words): job_key(words, samples=False) for words in job_overrides}

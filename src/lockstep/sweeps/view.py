@@ -90,7 +90,7 @@ class JobProgress:
         if not self.steps:
             return ""
         if not self.steps_per_epoch:
-            return f"{self.step / self.steps:.0%}"
+            return f"{100 * self.step / self.steps:.0f} %"
         epochs = math.ceil(self.steps / self.steps_per_epoch)
         return f"{max(1, math.ceil(self.step / self.steps_per_epoch))}/{epochs}"
 

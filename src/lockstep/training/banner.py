@@ -269,8 +269,8 @@ def say_ending(
     of_program = arguments_of({"model": job.model})
     if of_program:  # no command can build it
         folder = json.dumps(str(relative(run_dir.path)))
-        log.say_command("predict", f"lockstep.load({folder}, {of_program[0]}).predict(PHOTO)")
+        log.say_command("predict", f"lockstep.load({folder}, {of_program[0]}).predict(FILE)")
     elif job.dataset.reads_files:
-        for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):
+        for verb, *words in (("evaluate",), ("predict", "FILE"), ("export",), ("demo",)):
             if verb != "evaluate" or not is_object(job.loss):
                 log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))

@@ -255,12 +255,13 @@ class FileSource(PhotoSource, CutSource):
 
     def notes(self) -> list[str]:
         splits = self.listings()
-        part = "" if self.limit is None else f"{self.limit:.0%}" if self.limit <= 1 else f"{self.limit:,.0f} images"
-        limit = [f"dataset.limit leaves {part} of each split: a first try"] if part else []
+        limit = self.limit or 0.0
+        part = f"{100 * limit:.0f} %" if limit <= 1 else f"{limit:,.0f} images"
+        limited = [f"dataset.limit leaves {part} of each split: a first try"] if limit else []
         labels = {name: files.labels for name, files in splits.items()}
         return [
             *dict.fromkeys(note for files in splits.values() for note in files.notes),
-            *limit,
+            *limited,
             *lists_note(self.class_names, self.targets, self.label_separator),
             *class_notes(self.class_names, labels, self.targets),
             *self._enlarged_note(),

@@ -32,14 +32,14 @@ class BrokenItem(BrokenImage):
         _, item, reason = self.args
         return escaped(f"{item}: {reason}", keep="")
 
-    def __str__(self) -> str:
-        return f"dataset: {self.failure}; correct it, or skip up to N such items with dataset.skip=N"
+    def told(self, skip: str) -> str:
+        return f"dataset: {self.failure}; correct it, or skip up to N such items with {skip}"
 
 
 class UnknownTarget(BrokenItem):
     """An item cannot be used, and no attribute has its target, so that it cannot be skipped."""
 
-    def __str__(self) -> str:
+    def told(self, skip: str) -> str:
         return f"dataset: {self.failure}; correct it, or leave it out with torch.utils.data.Subset"
 
 

@@ -17,7 +17,8 @@ from lockstep.core.fields import Check
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
 from lockstep.data.datasets.listing import class_names_of
 
-SEPARATORS = ";|,/+& "  # what may stand between the labels of an image
+IN_NO_NAME = ";|"  # separators that names of classes do not have
+SEPARATORS = f"{IN_NO_NAME},/+& "  # what may stand between the labels of an image
 # Lists of Python, NumPy (without commas) and JSON (with escapes); tuples and sets only around quotes, or empty ones.
 LIST = re.compile(r"""\[.*\]|\(\s*['"].*\)|\{(\s*['"][^:]*)?\}|\(\)|set\(\)""", re.DOTALL)
 IN_LIST = re.compile(r"""\s*('[^']*'|"(?:[^"\\]|\\.)*"|[^,]+)""")
@@ -78,7 +79,7 @@ def lists_note(names: Sequence[str], targets: str, separator: str | None) -> lis
     for between in SEPARATORS if separator is not None and targets != VALUES else "":
         parts = [split_text(name, between) for name in names]
         longest, different = max(parts, key=len, default=[]), len({part for own in parts for part in own})
-        if len(longest) > 1 and different < len({*names}) + (between != " "):
+        if len(longest) > 1 and (between in IN_NO_NAME or different < len({*names}) + (between != " ")):
             example = names[parts.index(longest)]
             needed = between != separator and not LIST.fullmatch(example)
             by_key = f"\"dataset.label_separator='{between}'\"" * needed

@@ -100,4 +100,4 @@ def phrase(*parts: str) -> str:
 
 def mirrored(share: float) -> str:
     """The words for mirroring a share of the images; empty for a share of 0."""
-    return "" if not share else "flip" if share == 0.5 else f"flip {share:.0%}"
+    return "" if not share else "flip" if share == 0.5 else f"flip {100 * share:.0f} %"
