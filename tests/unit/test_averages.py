@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -11,6 +12,7 @@ from helpers import records, refusal, train_here
 from lockstep.core.plan import Averaging
 from lockstep.core.world import World
 from lockstep.training.averages import SWA
+from thread_ranks import ThreadRanks
 
 
 def network() -> nn.Sequential:
@@ -53,6 +55,40 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     ours.renew_statistics((model[1],), [torch.randn(8, 3, 6, 6)], 1, nn.Module.__call__, World.solo())
     same = [name for name, buffer in ours.module.named_buffers() if torch.equal(buffer, before[name])]
     assert same == [name for name in before if name.startswith("1.")]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_statistics_have_the_same_bits_on_any_number_of_ranks(
+    size: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    blocks = [torch.randn(8, 3, 6, 6, generator=generator) for _ in range(6)]
+    rounds = -(-number // size)
+
+    def buffers_of(world: World) -> dict[str, torch.Tensor]:
+        ours, _ = averages[world.rank]
+        own = blocks[world.rank :: world.size][: rounds if world.size > 1 else number]
+        ours.renew_statistics((), own, number, nn.Module.__call__, world)
+        return dict(ours.module.named_buffers())
+
+    averages = [averaged(network()) for _ in range(size)]
+    of_ranks = ThreadRanks(size, monkeypatch).run(buffers_of)
+    averages = [averaged(network())]
+    alone = buffers_of(World.solo())
+    assert alone["1.num_batches_tracked"] == number
+    for own in of_ranks:
+        assert [name for name, buffer in own.items() if not torch.equal(buffer, alone[name])] == []
+
+
+def test_a_batch_norm_without_running_statistics_has_none_to_renew() -> None:
+    torch.manual_seed(0)
+    ours, _ = averaged(
+        nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2))
+    )
+    assert [norm for norm, _ in ours.norms] == [ours.module[2]]
+    ours.renew_statistics((), [torch.randn(8, 3, 4, 4)], 1, nn.Module.__call__, World.solo())
+    assert ours.module[2].num_batches_tracked == 1
 
 
 FAKE = ("dataset=fake", "dataset.examples=50", "dataset.size=16", "dataset.classes=4", "model=test_resnet")

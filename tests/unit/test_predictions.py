@@ -129,12 +129,27 @@ def test_they_are_the_same_on_any_number_of_ranks(size: int, monkeypatch: pytest
     assert {*no_predictions} == {None}
 
 
+@pytest.mark.parametrize("number", [3, BLOCK + 3])
+def test_a_loss_that_is_no_number_comes_first_whichever_rank_has_it(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = LOSSES.clone()
+    losses[number] = math.nan
+    main, _ = ThreadRanks(2, monkeypatch).run(lambda world: collected(world, losses=losses))
+    assert [example["sample"] for example in main.worst] == [
+        str(number),
+        *map(str, [n for n in LOSSES.argsort(descending=True).tolist() if n != number][: WORST - 1]),
+    ]
+
+
 def test_broken_images_do_not_count_and_losses_that_are_no_numbers_come_first() -> None:
     labels, losses = LABELS.clone(), LOSSES.clone()
     labels[50:], losses[3] = -1, math.nan
     predictions = collected(labels=labels, losses=losses)
     assert sum(predictions.examples) == sum(map(sum, predictions.confusion)) == 50
     assert (predictions.worst[0]["sample"], predictions.worst[0]["loss"]) == ("3", None)
+    losses[-1] = 1e9
+    assert [example["sample"] for example in collected(losses=losses).worst[:2]] == ["3", "202"]
     few = collected(labels=torch.where(torch.arange(203) < 2, LABELS, -1))
     assert len(few.worst) == 2
 
@@ -208,6 +223,31 @@ def test_labels_and_values_are_the_same_on_any_number_of_ranks(
     assert Predictions.read(tmp_path / "validation.json") == alone
 
 
+@pytest.mark.parametrize(("number", "curves", "precision"), [(20, 20, 20), (21, 0, 21), (100, 0, 100), (101, 0, 0)])
+def test_a_few_labels_have_curves_and_some_an_average_precision(number: int, curves: int, precision: int) -> None:
+    ones = torch.ones(30, number)
+    wide = {"labels": ones, "logits": ones, "losses": torch.ones(30), "images": IMAGES[:30]}
+    predictions = collected(**OF_LABELS | wide)
+    assert (len(predictions.curves), len(predictions.average_precision)) == (curves, precision)
+
+
+def test_a_label_is_true_above_a_half_and_not_at_it() -> None:
+    shares = torch.tensor([0.5, 0.5 + 2**-24, 0.5 - 2**-24, 1.0])
+    two = {"labels": torch.stack([shares, 1 - shares], 1), "logits": torch.zeros(4, 2), "images": IMAGES[:4]}
+    predictions = collected(**OF_LABELS | two | {"losses": torch.tensor([4.0, 3.0, 2.0, 1.0])})
+    assert predictions.examples == [2, 1]
+    assert [example["label"] for example in predictions.worst] == [[], [0], [1], [0]]
+
+
+@pytest.mark.parametrize("number", [SCATTER_POINTS - 1, SCATTER_POINTS, SCATTER_POINTS + 1, 2 * SCATTER_POINTS])
+def test_every_example_is_a_point_up_to_the_most_points(number: int) -> None:
+    values = torch.arange(number)[:, None].float()
+    own = {"labels": values, "logits": values, "losses": torch.ones(number)}
+    predictions = collected(**OF_VALUES | own | {"images": IMAGES[:1].expand(number, 3, 8, 8)})
+    stride = 1 if number <= SCATTER_POINTS else 2
+    assert predictions.points[0] == [[*range(0, number, stride)]] * 2
+
+
 def test_many_labels_have_no_curves_and_values_that_are_no_numbers_no_points() -> None:
     ones = torch.ones(30, 101)
     wide = {"labels": ones, "logits": ones, "losses": torch.ones(30), "images": IMAGES[:30]}
@@ -232,7 +272,10 @@ def test_a_stage_without_logits_takes_part(options: dict[str, Any], monkeypatch:
     assert 0 < (len(first.points[0][0]) if first.points else sum(first.examples)) < len(LABELS)
 
 
-@pytest.mark.parametrize(("classes", "matrix", "curves"), [(1, True, True), (21, True, False), (101, False, False)])
+@pytest.mark.parametrize(
+    ("classes", "matrix", "curves"),
+    [(1, True, True), (20, True, True), (21, True, False), (100, True, False), (101, False, False)],
+)
 def test_many_classes_have_no_matrix_and_no_curves(classes: int, matrix: bool, curves: bool) -> None:
     logits = torch.randn(30, classes)
     labels = torch.arange(30) % classes
@@ -243,12 +286,18 @@ def test_many_classes_have_no_matrix_and_no_curves(classes: int, matrix: bool, c
     assert not matrix or pictures.heat(predictions).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 9), (2, 4, 4), (3, 300, 200), (4, 4, 4), (3, 1, 1000)])
-def test_images_of_any_shape_have_a_small_picture(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "shown"),
+    [
+        *(((1, 5, 9), (9, 5)), ((2, 4, 4), (4, 4)), ((3, 300, 200), (67, 100)), ((4, 4, 4), (4, 4))),
+        *(((3, 1, 1000), (125, 1)), ((3, MOST_SIDE, 60), (60, MOST_SIDE)), ((3, 60, MOST_SIDE + 1), (65, 30))),
+    ],
+)
+def test_images_of_any_shape_have_a_small_picture(shape: tuple[int, int, int], shown: tuple[int, int]) -> None:
     images = torch.zeros((1, *shape), dtype=torch.uint8).expand(203, *shape)
     predictions = collected(images=images)
     size = Image.open(io.BytesIO(base64.b64decode(predictions.worst[0]["png"]))).size
-    assert max(size) <= MOST_SIDE
+    assert size == shown, "(width, height), of which none is longer than most"
     assert pictures.worst(predictions).startswith(b"\x89PNG")
 
 
