@@ -268,6 +268,51 @@ stochastic/numbers.py: examples that share the first word of their key drop the 
 precision.py: batch norms of bfloat16 weights keep 8 bits [precision]
 -                 module.float()
 +                 pass
+inference/export.py: a folder of timm's has its name before its weights are on the disk [safe_write]
+-         sync(folder / MODEL)
++         pass
+data/datasets/packed.py: packed pixels are not flushed [safe_write]
+-         os.fsync(file.fileno())
++         pass
+report/runs.py: a run with a score of 0 has none for a filter [compare]
+- return float(value) < float(limit) if sign
++ return float(value or "none") < float(limit) if sign
+inference/scoring.py: each fold counts alike in the loss, whatever its size [predictor]
+- math.fsum(part.figures[name] * (part.images / images) for part in parts)
++ math.fsum(part.figures[name] / len(parts) for part in parts)
+inference/scoring.py: columns that the first setting lacks are left out [evaluate]
+- for evaluation in evaluations for column in next(evaluation.lines()))
++ for evaluation in evaluations[:1] for column in next(evaluation.lines()))
+data/datasets/files.py: repetitions of an example have one crop [decode]
+- torch.tensor(numbers, dtype=torch.int64))
++ torch.tensor(indices, dtype=torch.int64))
+data/datasets/decode.py: the rest of a short read comes from the beginning again [decode]
+- os.pread(descriptor, size - len(data), offset + len(data))
++ os.pread(descriptor, size - len(data), offset)
+data/datasets/builtin.py: the fingerprint of arrays has no labels [own_arrays]
+- parts = {"images": split.images, "labels": split.labels}
++ parts = {"images": split.images}
+data/datasets/builtin.py: a limit leaves the test split whole [splitting]
+- return split if source.limit is None else
++ return split if source.limit is None or name == "test" else
+data/datasets/composed.py: items without a group have the number within their Dataset [items]
+- else f"item {number}"
++ else f"item {index}"
+data/transforms/mixing.py: the share of a CutMix box is that of a square image [mixup]
+- area = images.shape[-2] * images.shape[-1]
++ area = images.shape[-1] ** 2
+sweeps/search.py: of a thousand jobs and a factor of ten there are two rounds [ledger]
+- rounds = int(math.log(jobs, factor) + 1e-9) if jobs else 0
++ rounds = int(math.log(jobs, factor)) if jobs else 0
+sweeps/view.py: a sweep ends before its slowest job [ledger]
+- return max([of_round, *lefts]) + self.later
++ return of_round + self.later
+report/sweep_page.py: each value of a key counts alike, however many jobs have it [report]
+- between = math.fsum(len(of) * (math.fsum
++ between = math.fsum(len(records) / len(groups) * (math.fsum
+metrics.py: a label with a probability of exactly a half is predicted in its scores [tasks]
+- None if self.of_ranks else lambda odds: odds > 0,
++ None if self.of_ranks else lambda odds: odds >= 0,
 """
 
 

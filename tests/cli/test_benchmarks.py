@@ -32,8 +32,7 @@ def test_the_table_of_bugs_follows_the_source_and_has_the_number_that_is_told(
     for mutant in table:
         assert (ROOT / mutant.file).read_text().count(mutant.text) == 1, mutant.breaks
         assert all((ROOT / test).is_file() for test in mutant.tests), mutant.breaks
-    assert len(table) == 74
-    assert "puts seventy-four plausible bugs" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert f"puts {len(table)} plausible bugs" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_path: Path) -> None:

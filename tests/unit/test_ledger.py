@@ -417,7 +417,7 @@ def test_a_line_finds_its_sweep_and_says_which_it_cannot_read(
 ) -> None:
     older, newer = (Ledger(tmp_path / "sweeps" / name) for name in ("20260101-1", "20260102-2"))
     older.create(ONE)
-    assert sweep_of_line(tmp_path, ONE) is not None
+    assert getattr(sweep_of_line(tmp_path, ONE), "folder", None) == older.folder
     assert sweep_of_line(tmp_path, dataclasses.replace(ONE, swept=("batch",))) is None
     assert capsys.readouterr().out == ""
     newer.create(ONE)
@@ -955,3 +955,34 @@ def test_the_time_left_is_spread_over_the_jobs_that_run_at_once_and_is_at_least_
     assert view.seconds_left(waiting=0) == 80
     view.portion, view.later = 0.5, 3.0
     assert view.seconds_left(waiting=8) == (80 + 10 + 8 * 10) / 2 + 3 * 20 / 2
+
+
+def test_a_sweep_that_was_killed_before_it_named_its_best_does_so_at_its_end(
+    tmp_path: Path,
+) -> None:
+    ledger = begun(tmp_path)
+    records = ledger.enter([((f"seed={seed}",), f"seed={seed}") for seed in (1, 2)])
+    with patch.object(Ledger, "mark_best"):
+        for record, score in zip(records, (80.0, 90.0), strict=True):
+            (tmp_path / record.folder).mkdir()
+            ledger.end(ledger.start(record), State.done, objective=score)
+    assert ledger.best == ""
+    view_of(ledger).show_table()
+    assert ledger.best == records[1].folder
+
+
+def test_jobs_whose_records_were_cut_short_have_the_numbers_that_they_would_have_had(tmp_path: Path) -> None:
+    jobs = [((f"seed={seed}",), f"seed={seed}") for seed in (1, 2, 3)]
+    ledger, write = begun(tmp_path), Ledger.write
+    written: list[Record] = []
+
+    def dying(self: Ledger, record: Record) -> Record:
+        if len(written) == 2:
+            raise SystemExit(9)
+        written.append(record)
+        return write(self, record)
+
+    with patch.object(Ledger, "write", dying), pytest.raises(SystemExit):
+        ledger.enter(jobs)
+    assert ledger.enter(jobs[::-1])[::-1] == [*written, ledger.record(2)]
+    assert [record.number for record in ledger.enter(jobs)] == [0, 1, 2]
