@@ -28,7 +28,7 @@ PARTS = {
     "Start": ("docs/quickstart", "docs/before", "docs/fine_tuning", "docs/use"),
     "Train": ("docs/data", "docs/tasks", "docs/resuming", "docs/sweeps", "docs/clusters", "docs/troubleshooting"),
     "Reference": ("docs/configuration", "docs/recipes", "docs/extending", "docs/notebook", "docs/python"),
-    "How it works": ("docs/distributed", "docs/reliability", "docs/performance", "docs/scale"),
+    "How it works": ("docs/distributed", "docs/formats", "docs/reliability", "docs/performance", "docs/scale"),
     "The project": ("CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT"),
 }
 

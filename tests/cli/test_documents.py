@@ -39,6 +39,7 @@ DOCUMENTS = (
     "docs/examples/README.md",
     "docs/extending.md",
     "docs/fine_tuning.md",
+    "docs/formats.md",
     "docs/performance.md",
     "docs/quickstart.md",
     "docs/reliability.md",

@@ -16,6 +16,7 @@ from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, SHELL, Role, is_inside, leaves, personal_values, problems
+from lockstep.core.formats import NewerFormat
 from lockstep.core.observer import Callback
 from lockstep.core.run import Run, read_overrides
 from lockstep.core.run_dir import MANIFEST, SWEEP, RunDir, pointed
@@ -172,7 +173,8 @@ def _named(values: Mapping[str, Any], invocation: Invocation) -> tuple[Path | No
     try:
         path = pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
     except InputError as error:
-        raise InputError(f"{error}{'' if str(error).endswith('?') else ' with resume=PATH'}") from error
+        ends = str(error).endswith("?") or isinstance(error, NewerFormat)
+        raise InputError(f"{error}{'' if ends else ' with resume=PATH'}") from error
     if (path / MANIFEST).is_file():
         return None, str(path.absolute())
     if RunDir(path).overrides.is_file():
