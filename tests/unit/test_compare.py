@@ -822,3 +822,12 @@ def test_a_logged_figure_is_that_of_the_best_evaluation_or_else_the_last(tmp_pat
 def test_a_key_that_some_jobs_lack_varies() -> None:
     assert swept_keys([["a=1", "b=2"], ["a=1"], ["c=3", "a=1"]]) == ("b", "c")
     assert swept_keys([["a=1", "b=2"], ["b=2", "a=1"]]) == ()
+
+
+def test_settings_with_the_same_scores_at_all_seeds_are_within_the_spread(tmp_path: Path) -> None:
+    for name, score in (("x", 3.0), ("y", 3.0), ("z", 2.0)):
+        for seed in (0, 1):
+            run(tmp_path / f"{name}{seed}", f"model={name}", f"seed={seed}", score=score)
+    rows = {row["model"]: row for row in groups(read_runs(tmp_path))}
+    assert [rows[name]["within_spread"] for name in "xyz"] == [None, True, False]
+    assert (rows["y"]["low"], rows["y"]["high"]) == (0.0, 0.0)

@@ -33,7 +33,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
-from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, fingerprints
+from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, Samples, fingerprints
 from lockstep.telemetry.tensorboard import TensorBoardWriter, chart_layout, curve_of
 from lockstep.training.build_observers import hyperparameters
 
@@ -479,3 +479,32 @@ def test_a_metric_that_a_resume_adds_or_removes_has_a_column_and_loses_no_row(
         read = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
     assert [{key: value for key, value in row.items() if key not in ("epoch",)} for row in read] == rows
     assert capsys.readouterr().out == ""
+
+
+def test_each_repetition_of_an_example_is_a_sample_of_the_example(tmp_path: Path) -> None:
+    micro: Any = SimpleNamespace(step=4, epoch=1, indices=torch.tensor([3, 13, 29]))
+    samples, images = Samples(tmp_path / "samples.jsonl", 0), torch.arange(12.0).view(3, 1, 2, 2)
+    samples.record(micro, images, examples=10)
+    samples.close()
+    read = [(line["step"], line["epoch"], line["index"], line["hash"]) for line in lines(tmp_path / "samples.jsonl")]
+    assert read == [(4, 1, index, int(own)) for index, own in zip((3, 3, 9), fingerprints(images), strict=True)]
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (2, "L"), (3, "RGB"), (5, "RGB")])
+def test_three_channels_are_colours_and_fewer_are_grey(channels: int, mode: str) -> None:
+    image = np.arange(channels * 6, dtype=np.uint8).reshape(channels, 2, 3)
+    picture = pictures.as_image(image)
+    assert (picture.mode, picture.size) == (mode, (3, 2))
+    shown = image[:3].transpose(1, 2, 0) if mode == "RGB" else image[0]
+    assert np.array_equal(np.asarray(picture), shown)
+
+
+def test_a_cell_of_the_confusion_matrix_is_as_dark_as_its_share_of_the_true_class() -> None:
+    """The first class has two images, one of which is taken for the second; all of the second are right."""
+    counts: dict[str, Any] = {"examples": [2, 8], "predicted": [1, 9], "hits": [1, 8], "confusion": [[1, 1], [0, 8]]}
+    large = Predictions(step=1, names=["1", "2"], **counts, curves=[], worst=[])
+    page = np.asarray(Image.open(BytesIO(pictures.heat(large))).convert("L")).astype(int)
+    margin, cell = page.shape[0] - 2 * pictures.CELL, pictures.CELL
+    corner = [[page[margin + cell * row + 1, margin + cell * column + 1] for column in (0, 1)] for row in (0, 1)]
+    assert corner[0][0] == corner[0][1], "a half each"
+    assert corner[1][0] == 255 > corner[0][0] > corner[1][1]
