@@ -340,11 +340,9 @@ class Rows(list[dict[str, Any]]):
         """What a notebook shows: names, scores and states, and the columns in which rows differ."""
         from lockstep.core.table import html_table
 
-        first, others = (
-            {"name": None, "score": None, "state": None},
-            dict.fromkeys(key for row in self for key in row),
-        )
-        names = [name for name in {**first, **others} if name in first or len({str(r.get(name)) for r in self}) > 1]
+        first = ("name", "score", "state")
+        all_names = dict.fromkeys([*first, *(key for row in self for key in row)])
+        names = [name for name in all_names if name in first or len({str(row.get(name)) for row in self}) > 1]
         return html_table([{name: row[name] for name in names if name in row} for row in self])
 
     def to_pandas(self) -> Any:

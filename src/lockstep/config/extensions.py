@@ -86,13 +86,9 @@ class Extension:
 
     def declaring_files(self) -> dict[tuple[str, str], Path]:
         """The file that declares a class as an option, by its group and name."""
-        files = [(file, _DECLARED.findall(file.read_text())) for file in sorted(self.folder.rglob("*.py"))]
-        return {
-            (group, name or options.name_from(cls)): file
-            for file, matches in files
-            for group, name, cls in matches
-            if group in GROUPS
-        }
+        files = sorted(self.folder.rglob("*.py"))
+        matches = [(*match, file) for file in files for match in _DECLARED.findall(file.read_text())]
+        return {(group, name or options.name_from(cls)): at for group, name, cls, at in matches if group in GROUPS}
 
 
 def use(packages: Sequence[str]) -> None:
@@ -146,18 +142,6 @@ def import_extension(module: str) -> bool:
             extension.load(module)
             return True
     return False
-
-
-def not_imported(group: str, name: str) -> str:
-    """A sentence about the file that declares an option, if its package does not import it; empty if none does."""
-    for extension in active():
-        if (file := extension.declaring_files().get((group, name))) is not None:
-            path = file.parent if file.stem == "__init__" else file.with_suffix("")
-            module = ".".join(path.relative_to(extension.folder.parent).parts)
-            return (
-                f" {file} declares it, but the package does not import it: add `import {module}` to its __init__.py"
-            )
-    return ""
 
 
 def not_installed() -> str:

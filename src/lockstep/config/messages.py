@@ -168,7 +168,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     named_elsewhere = suggest.suggest_option(group, name)
     suggestion = (
         suggest.suggest_for_path(group, name)
-        or extensions.not_imported(group, name)
+        or suggest.import_note(group, name)
         or (f" Did you mean {named_elsewhere}?" if named_elsewhere else "")
         or did_you_mean(name, options)
         or did_you_mean(name.rpartition("/")[2], options)

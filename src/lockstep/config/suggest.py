@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import extensions
 from lockstep.config.commands import override, parsed, shell_command
 from lockstep.config.options import is_builtin, model_of, options_with
 from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
@@ -104,6 +105,18 @@ def _data_set_at(path: Path, word: str) -> list[str]:
     elif path.is_dir() and next(path.glob(f"*{SHARDS}"), None):
         name = "webdataset"
     return [f"dataset={name}", override("dataset.path", word)]
+
+
+def import_note(group: str, name: str) -> str:
+    """A sentence about the file that declares an option, if its package does not import it; empty if none does."""
+    for extension in extensions.active():
+        if (file := extension.declaring_files().get((group, name))) is not None:
+            path = file.parent if file.stem == "__init__" else file.with_suffix("")
+            module = ".".join(path.relative_to(extension.folder.parent).parts)
+            return (
+                f" {file} declares it, but the package does not import it: add `import {module}` to its __init__.py"
+            )
+    return ""
 
 
 def size_note(proposal: str) -> str:

@@ -59,12 +59,9 @@ class BrokenImage(InputError):
 
     def told(self, skip: str) -> str:
         """The sentence, where `skip` is what the user types to skip up to N such images."""
-        if self.needs_package:
-            return f"dataset: {self.failure}"
-        return (
-            f"dataset: {self.failure}; remove or replace the file, or skip up to N of them with {skip}; "
-            "`lockstep doctor` looks for all of them"
-        )
+        doctor = "`lockstep doctor` looks for all of them"
+        remedies = f"; remove or replace the file, or skip up to N of them with {skip}; {doctor}"
+        return f"dataset: {self.failure}{remedies * (not self.needs_package)}"
 
 
 class StorageError(LockstepError):
