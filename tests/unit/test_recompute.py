@@ -67,6 +67,18 @@ def test_a_block_runs_twice_in_training_alone_with_its_own_weights() -> None:
     assert not other(torch.randn(2, 3, 32, 32)).any()
 
 
+def test_two_blocks_of_several_layers_are_enough_and_one_is_not() -> None:
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
+    recompute_blocks(model := nn.Sequential(*blocks))
+    runs: list[int] = []
+    for number, block in enumerate(model):
+        block[0].register_forward_hook(lambda *_, number=number: runs.append(number))
+    model(torch.ones(1, 4)).sum().backward()
+    assert runs == [0, 1, 1, 0]
+    with pytest.raises(InputError, match="no blocks of layers"):
+        recompute_blocks(nn.Sequential(blocks[0], nn.Linear(4, 2)))
+
+
 def test_models_without_blocks_are_refused(tmp_path: Path) -> None:
     for model in (Linear().build(10, (1, 8, 8)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
         with pytest.raises(InputError, match="no blocks of layers"):
