@@ -25,7 +25,7 @@ def model() -> nn.Module:
 
 
 def layer_of(name: str, blocks: int) -> int:
-    """The number of a parameter's layer: 0 before the blocks, then each block, the last one with the norm, the head."""
+    """The number of a parameter's layer: 0 before the blocks, then each block (the last has the norm), the head."""
     if name.startswith("blocks."):
         return 1 + int(name.split(".")[1])
     return {"norm": blocks, "fc_norm": blocks, "head": blocks + 1}.get(name.partition(".")[0], 0)
