@@ -71,6 +71,14 @@ def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) ->
     assert [name for name in here if here[name] != there[name]] == [key]
 
 
+def test_no_two_averages_are_one_and_the_values_of_one_are_no_other_run() -> None:
+    words = (("train.ema=null",), ("train.ema=0.9",), ("train.swa_from=50%",))
+    kinds = [facts_of(built(*choice), 1442)["average"] for choice in words]
+    assert kinds == [False, True, "mean"]
+    assert facts_of(built("train.ema=0.99"), 1442)["average"] is True
+    assert facts_of(built("train.swa_from=2ep", "train.swa_every=3"), 1442)["average"] == "mean"
+
+
 def of_folder(path: Path, *files: str, crop_from: str = "square", examples: int = 10) -> dict[str, Any]:
     """The facts of a job whose two splits have these files."""
     for file in (path / split / file for split in ("train", "val") for file in files):

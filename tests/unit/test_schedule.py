@@ -198,6 +198,24 @@ def test_a_worse_score_below_zero_and_one_in_the_warm_up_are_no_improvement() ->
     assert [schedule.factor(step, PLAN, scores) for step in (10, 20, 31, 41)] == pytest.approx([0.5, 1, 1, 0.1])
 
 
+def test_an_evaluation_at_the_last_step_of_a_part_is_not_one_of_the_next_part() -> None:
+    chain, alone = Chain(parts=["constant:40", "plateau:patience:0"]), Plateau(patience=0)
+    scores = [(step, 1.0 - step / 1000) for step in (20, 40, 60, 80)]
+    later = [(step - 40, gain) for step, gain in scores if step > 40]
+    rest = replace(PLAN, total_steps=60)
+    for step in (41, 60, 61, 80, 81, 100):
+        assert chain.factor(step, PLAN, scores) == alone.factor(step - 40, rest, later), step
+    assert [chain.factor(step, PLAN, scores) for step in (40, 80, 81)] == pytest.approx([1, 1, 0.1])
+
+
+def test_a_part_of_a_chain_ends_with_the_run() -> None:
+    chain = Chain(parts=["linear:5", "constant"])
+    assert [chain.factor(step, replace(PLAN, total_steps=3), ()) for step in (1, 2, 3)] == pytest.approx(
+        [1, 2 / 3, 1 / 3]
+    )
+    assert [chain.factor(step, replace(PLAN, total_steps=7), ()) for step in (5, 6, 7)] == pytest.approx([0.2, 1, 1])
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
