@@ -221,9 +221,21 @@ def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     assert warnings[0] == (
         f"warning: checkpoint {third} is damaged (state.pt does not match its sha256); trying the one before it"
     )
-    assert f"checkpoint {second} is damaged" in warnings[1]
+    gone = "facts.json is missing"
+    assert warnings[1:] == [f"warning: checkpoint {second} is damaged ({gone}); trying the one before it"]
     flip(first / "ema.safetensors", 100)
     assert latest_valid(run.checkpoints) is None
+    end = "is damaged (ema.safetensors does not match its sha256); there is none before it"
+    assert capsys.readouterr().out.splitlines()[2:] == [f"warning: checkpoint {first} {end}"]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_four_differences_of_two_runs_are_told_and_how_many_more_there_are(number: int) -> None:
+    here = {f"key{at}": at for at in range(9)}
+    there = {key: value if value >= number else -1 for key, value in here.items()}
+    sentences = [f"key{at}: here {at}, there -1" for at in range(min(number, 4))]
+    more = [f"and {number - 4} more"] if number > 4 else []
+    assert reading.describe_differences(here, there) == "; ".join([*sentences, *more])
 
 
 def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with(run: RunDir, tmp_path: Path) -> None:

@@ -202,9 +202,9 @@ def test_an_evaluation_at_the_last_step_of_a_part_is_not_one_of_the_next_part() 
     chain, alone = Chain(parts=["constant:40", "plateau:patience:0"]), Plateau(patience=0)
     scores = [(step, 1.0 - step / 1000) for step in (20, 40, 60, 80)]
     later = [(step - 40, gain) for step, gain in scores if step > 40]
-    rest = replace(PLAN, total_steps=60)
+    second = replace(PLAN, total_steps=60)
     for step in (41, 60, 61, 80, 81, 100):
-        assert chain.factor(step, PLAN, scores) == alone.factor(step - 40, rest, later), step
+        assert chain.factor(step, PLAN, scores) == alone.factor(step - 40, second, later), step
     assert [chain.factor(step, PLAN, scores) for step in (40, 80, 81)] == pytest.approx([1, 1, 0.1])
 
 
