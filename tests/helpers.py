@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -37,6 +37,7 @@ from torch import Tensor
 from forks import Fork, Forks
 from lockstep.config import components, composition, messages
 from lockstep.config.composition import Invocation
+from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import world
 from lockstep.core.errors import InputError, Stopped

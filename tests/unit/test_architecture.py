@@ -57,7 +57,7 @@ ASKS_FOR_MAIN: dict[str, str] = {
 # The lines of ours that an import of the training step may load.
 MOST_LINES_OF_STEP = 3300
 # What the default job may load, and how many files its start may run.
-MOST_OF_JOB = {"modules": 125, "lines": 21_720, "files of its start": 94}
+MOST_OF_JOB = {"modules": 126, "lines": 21_840, "files of its start": 96}
 
 # Modules outside the strategies that ask whether a tensor is on the meta device, as other stages of a pipeline are.
 ASKS_FOR_META: dict[str, str] = {
@@ -218,7 +218,7 @@ def test_the_default_job_takes_no_more_of_the_source_than_it_did(monkeypatch: py
 
 
 # Attributes of torch, timm, Pillow, datasets and Python that only some versions or objects have.
-OF_OTHERS = {"CSafeDumper", "CSafeLoader", "SIGRTMAX", "SIGRTMIN", "_local_tensor", "act", "buffer"}
+OF_OTHERS = {"CSafeDumper", "CSafeLoader", "SIGRTMAX", "SIGRTMIN", "act", "buffer"}
 OF_OTHERS |= {"all_gather_single", "drop", "feature", "int2str", "iowait", "length", "names", "no_weight_decay"}
 OF_OTHERS |= {"pretrained_cfg", "raw", "reason", "tag_v2", "tile"}
 # Of a Dataset of torch, of torchvision or of Hugging Face.

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import timm
-from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from helpers import ROOT, command, composed, forked, train
 from lockstep.config import components
 from lockstep.config.command_line import answered
+from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.config.options import TIMM, model_of, models_of
 from lockstep.models import Timm
 

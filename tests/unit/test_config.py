@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 import pytest
-from hydra import initialize_config_dir
 
 from helpers import ROOT, chosen, composed
 from lockstep.config import components, composition, messages
 from lockstep.config.composition import ConfigFiles
+from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.config.options import classes_of, modules_of
 from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.errors import InputError, RankFailed

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from helpers import ROOT
 from lockstep.config import extensions
 from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command
 from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides
+from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 

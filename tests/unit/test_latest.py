@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from helpers import ROOT, composed, forked, train_here
 from lockstep.config import components, composition
 from lockstep.config.composition import Invocation
+from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import pynvml
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
@@ -29,6 +29,7 @@ from omegaconf import DictConfig
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
 from lockstep.cli.sweep import failure_of
+from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir

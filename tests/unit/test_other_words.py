@@ -31,7 +31,7 @@ def check(proposal: str) -> None:
 
 
 def compose_as_typed(words: list[str]) -> None:
-    command_line.check_flags(words, get_args_parser())
+    command_line.checked_words(words, get_args_parser())
     composed(*words)
 
 
@@ -98,9 +98,9 @@ def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
     words = (("use_amp", "false"), ("zzz", "1"), ("model.name", "x"), ("opt", "zzz"))
     assert {suggest_override(*word) for word in words} == {""}
     with pytest.raises(InputError, match=r"--zzz is not a flag .*--cfg job"):
-        command_line.check_flags(["--zzz"], get_args_parser())
+        command_line.checked_words(["--zzz"], get_args_parser())
     with pytest.raises(InputError, match=r"^--config may be --config-path, --config-name, .*: --config-name NAME$"):
-        command_line.check_flags(["--config", "x"], get_args_parser())
+        command_line.checked_words(["--config", "x"], get_args_parser())
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin", ".ckpt"])
@@ -123,7 +123,7 @@ def test_a_word_without_a_counterpart_has_a_sentence() -> None:
         for word in words.split():
             assert word not in {key for key, _ in WORDS}
             with pytest.raises(InputError, match=rf"--{word} is not a flag of this program: .{{20,}}"):
-                command_line.check_flags([f"--{word}", "3"], get_args_parser())
+                command_line.checked_words([f"--{word}", "3"], get_args_parser())
     with pytest.raises(HydraException) as caught:
         composed(f"{word}=3")
     assert f"{word}: there is no such key in the config. Here " in str(messages.translate(caught.value))

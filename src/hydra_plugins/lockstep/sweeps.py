@@ -15,6 +15,8 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
+from lockstep.config.hydra_versions import REPLACE
+
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
 # which score is better: the sweeper says it for a search.
 POOL_CONFIG = {
@@ -45,7 +47,7 @@ LAUNCHERS: dict[str, Any] = {"pool": POOL_CONFIG, "ray": RAY_CONFIG}
 SWEEPERS: dict[str, Any] = {"grid": GRID_CONFIG, "optuna": OPTUNA_CONFIG}
 for group, configs in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS)):
     for name, node in configs.items():
-        ConfigStore.instance().store(group=group, name=name, node=node, provider="hydra", replace=True)
+        ConfigStore.instance().store(group=group, name=name, node=node, provider="hydra", **REPLACE)
 
 
 class PoolPlugin(Launcher):

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.main import get_args_parser, main
 from omegaconf import DictConfig
 
-from lockstep.config import command_line, composition, extensions
+from lockstep.config import command_line, composition, extensions, hydra_versions
 from lockstep.config.commands import key_of, started_as
 from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
@@ -25,8 +25,7 @@ def train_command(packages: Sequence[str] = (), *, objects: Any = None, says: pr
     """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails."""
     gc.freeze()  # what is imported lives as long as the program: no collection needs to look through it
     started_as(sys.argv[0])
-    # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
-    sys.argv[1:] = sorted(without_local_rank(sys.argv[1:]), key=lambda word: word not in ("-m", "--multirun"))
+    sys.argv[1:] = without_local_rank(sys.argv[1:])
     with program.command_line(says=says):
         adopt_srun()
         extensions.use(packages)
@@ -36,10 +35,11 @@ def train_command(packages: Sequence[str] = (), *, objects: Any = None, says: pr
 
             sys.argv[1:] = words_of_sweep(sys.argv[1:])
         if not command_line.answered(sys.argv):
-            command_line.check_flags(sys.argv[1:], get_args_parser())
+            sys.argv[1:] = command_line.checked_words(sys.argv[1:], get_args_parser())
             check_launched()
+            policy = hydra_versions.trusting(TRUSTED)
             with own_hydra():
-                main(config_path=str(CONF), config_name="config", execution_whitelist=TRUSTED)(Training(objects))()
+                main(config_path=str(CONF), config_name="config", **policy)(Training(objects))()
 
 
 @dataclass

@@ -65,8 +65,11 @@ class Parser(argparse.ArgumentParser):
         return ""
 
 
-def check_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse a flag that Hydra's parser does not have: usually a key as other programs take it, `--epochs 5`."""
+def checked_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The words for Hydra's parser, overrides first: Hydra 1.3 refuses some on both sides of a flag.
+
+    Raises InputError for a flag that it does not have: usually a key as other programs take it, `--epochs 5`.
+    """
     flags, rest = Parser(parents=[parser], add_help=False).parse_known_args(list(words))
     if flags.experimental_rerun is not None:
         raise InputError(
@@ -75,7 +78,8 @@ def check_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
         )
     unknown = [word for word in rest if word.startswith("-")]
     if not unknown:
-        return
+        overrides = [*flags.overrides, *rest]
+        return [*overrides, *(word for word in words if word not in overrides)]
     from lockstep.config import suggest  # a line without a mistake needs no guesses
 
     proposals = []

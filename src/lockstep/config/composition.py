@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
@@ -31,6 +31,7 @@ from lockstep.config.commands import (
     shell_command,
 )
 from lockstep.config.hydra_policy import as_typed, own_hydra
+from lockstep.config.hydra_versions import initialize_config_dir, is_list_extend
 from lockstep.config.schema import CONF, GROUPS, MANY, RECIPES, Job
 from lockstep.core import log
 from lockstep.core.errors import UNEXPECTED, InputError
@@ -159,7 +160,7 @@ def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False)
                 f"{word.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
                 "values with commas"
             )
-        adds = word.is_list_extend() or any(text.partition("=")[2].startswith("{") for text in choices)
+        adds = is_list_extend(word) or any(text.partition("=")[2].startswith("{") for text in choices)
         values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
     return [list(job) for job in itertools.product(*(choices for _, choices in values))]
 

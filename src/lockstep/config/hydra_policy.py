@@ -35,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import components
 from lockstep.config.commands import refusal
+from lockstep.config.hydra_versions import guard_plugins, register_resolver, set_overrides
 from lockstep.config.recipes import EXTENSION, ChosenFiles, Key, read_chosen, words_for_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.errors import InputError, shown
@@ -62,12 +63,12 @@ FOREIGN = ("command-line", "hydra.searchpath")  # providers whose configs somebo
 # The keys that Hydra itself writes while it composes.
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "name"), ("job", "override_dirname"), ("job", "config_name"))
 # The groups whose options name code, with those options that any config file may choose: Hydra's own and our pool.
+LOG_CONFIGS = ("job_logging", "hydra_logging")
 LOGGING = ("default", "disabled", "hydra_debug", "none", "stdout")
 OPTIONS = {
     "launcher": ("basic", "pool"),
     "sweeper": ("basic", "grid"),
-    "job_logging": LOGGING,
-    "hydra_logging": LOGGING,
+    **dict.fromkeys(LOG_CONFIGS, LOGGING),
 }
 # What each user of Hydra has alone. The others are the same for all: the plugins, and their sources of configs.
 HYDRAS = ("hydra", "_")  # how the names of Hydra's own configs begin
@@ -112,9 +113,10 @@ class CheckedLoader:
         words = words_for_hydra(parsed, files, self.get_sources())
         composed = self.loader.load_configuration(config_name, words, *args, **keywords)
         if words != overrides:
-            composed.hydra.overrides.hydra = [word for word in overrides if is_of_hydra(word)]
-            composed.hydra.overrides.task = [word for word in overrides if not is_of_hydra(word)]
+            of_hydra = [word for word in overrides if is_of_hydra(word)]
+            set_overrides(composed, of_hydra, [word for word in overrides if word not in of_hydra])
         self._check(composed, parsed, files)
+        guard_plugins(composed)
         return composed
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -138,7 +140,7 @@ class CheckedLoader:
                 OmegaConf.update(composed, override.key_or_group, override.value())
         except OmegaConfBaseException:
             return self._compose_job(master_config, sweep_overrides)  # Hydra has its own sentence for it
-        composed.hydra.overrides.task = sweep_overrides
+        set_overrides(composed, composed.hydra.overrides.hydra, sweep_overrides)
         return composed
 
     def _compose_job(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -147,8 +149,9 @@ class CheckedLoader:
         files = read_chosen(parsed, self.get_sources())
         words = words_for_hydra(parsed, files, self.get_sources())
         composed = self.loader.load_sweep_config(master_config, [word for word in words if word not in of_hydra])
-        composed.hydra.overrides.hydra, composed.hydra.overrides.task = of_hydra, sweep_overrides
+        set_overrides(composed, of_hydra, sweep_overrides)
         self._check(composed, parsed, files)
+        guard_plugins(composed)
         return composed
 
     def _check_search_path(self, config_name: str | None, overrides: Iterable[Override]) -> None:
@@ -178,6 +181,12 @@ class CheckedLoader:
                     f"an installed plugin is chosen on the command line: hydra/{group}=NAME"
                 )
             expected.update(self._option(group, choice))
+        for key, value in values.items():
+            if _names_code(key, value) and str(expected.get(key)) != str(value):
+                raise InputError(
+                    f"{'.'.join(('hydra', *key))} is {shown(value)}, which names code; Hydra makes objects only of "
+                    f"its own classes, of installed plugins and of {', '.join(TRUSTED)}: remove it"
+                )
         for override in overrides:
             if is_of_hydra(override) and not override.is_delete():
                 expected.update(nested(override.value(), _key(override)))
@@ -214,6 +223,14 @@ def _defaults() -> Mapping[Key, Any]:
 def _key(parsed: Override) -> Key:
     """The key below `hydra` of an override; empty if it is a group."""
     return tuple(parsed.key_or_group.split("."))[1:]
+
+
+def _names_code(key: Key, value: object) -> bool:
+    """Whether Hydra makes an object of what a value below `hydra` names: of a plugin, a callback or a log handler."""
+    if key[0] in ("launcher", "sweeper"):
+        return key[1:] == ("_target_",)
+    names = key[-1] in ("_target_", "()", "class") or re.search(r"_target_|ext://|cfg://|\$\{", str(value))
+    return key[0] in ("callbacks", *LOG_CONFIGS) and bool(names)
 
 
 def _is_value(parsed: Override, config: DictConfig) -> bool:
@@ -287,10 +304,10 @@ def own_hydra() -> Iterator[None]:
         Singleton._instances = {kind: one for kind, one in singletons.items() if not issubclass(kind, OWN)}
         GlobalHydra.set_instance(OwnHydra())
         ConfigStore.instance().repo |= {name: node for name, node in stored.items() if name.startswith(HYDRAS)}
-        ConfigStore.instance().store(name="job", node=components.schema(), replace=True)
+        ConfigStore.instance().store(name="job", node=components.schema())
         OmegaConf.clear_resolvers()
         OmegaConf.clear_resolver("oc.env")
-        OmegaConf.register_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
+        register_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
         yield
     finally:
         Singleton._instances, BaseContainer._resolvers = singletons, resolvers

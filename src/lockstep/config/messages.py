@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -216,10 +217,7 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
-        # One dot is the node itself, and each dot more the one above. A key may have dots in it, so none are counted.
-        levels = (OmegaConf.select(error.parent_node, "." * dots) for dots in itertools.count(1))
-        *_, config = itertools.takewhile(lambda node: node is not None, levels)
-        return _no_such_key(key, _paths(OmegaConf.to_container(config)))
+        return _no_such_key(key, _paths(OmegaConf.to_container(_root(error.parent_node))))
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
         value = OmegaConf.create([error.value])[0]  # the value of a node, too
         default = error.child_node
@@ -230,6 +228,18 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
         if match := re.match(pattern, message):
             return f"{key} {template.format(*match.groups(), key=key)}"
     return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
+
+
+def _root(node: Any) -> Any:
+    """The config that a node is a part of."""
+    # One dot is the node itself, and each dot more the one above. A key may have dots in it, so none are counted.
+    config = node
+    with suppress(ConfigKeyError):  # there is none above, in OmegaConf 2.3
+        for dots in itertools.count(2):
+            if (above := OmegaConf.select(node, "." * dots)) is None:
+                break
+            config = above
+    return config
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:

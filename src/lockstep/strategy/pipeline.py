@@ -296,6 +296,7 @@ def become_stage(model: nn.Module, stages: Stages, world: World) -> None:
             parameter = isinstance(tensor, nn.Parameter)
             replaced[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({name: replaced[id(own)] for name, own in tensors.items() if id(own) in replaced})
+        for slots in (module.named_parameters, module.named_buffers):
+            for name, own in list(slots(recurse=False, remove_duplicate=False)):
+                setattr(module, name, replaced.get(id(own), own))
     model.forward = Stage(model, stages, Neighbours(world))

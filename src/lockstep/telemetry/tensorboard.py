@@ -27,6 +27,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, escaped
 from lockstep.core.figures import BINS, Predictions, finite, is_of_option, number_or_text, place_of
+from lockstep.core.model import own_part
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.run_dir import relative
@@ -184,7 +185,7 @@ class TensorBoardWriter(Observer):
             for name, counts in zip(predictions.names, predictions.curves, strict=False):
                 file.add_pr_curve(f"precision_recall/{name}", counts, step)
             for name, weight in self.model.named_parameters() if self.model is not None else ():
-                local = getattr(weight, "_local_tensor", weight).detach().float().cpu().numpy()
+                local = own_part(weight).detach().float().cpu().numpy()
                 if local.size and np.isfinite(local).all():
                     file.add(file.summaries.histogram(f"weights/{name}", local, BUCKETS), step)
         self.pictured = time.monotonic()
