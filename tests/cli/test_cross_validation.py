@@ -14,7 +14,7 @@ import pytest
 import sklearn.metrics as reference
 from PIL import Image
 
-from helpers import Done, forked
+from helpers import Done, forked, tree
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.records.ledger import Ledger
@@ -167,6 +167,15 @@ def test_each_setting_and_seed_has_its_scores(tmp_path: Path) -> None:
     for record in ledger.records():
         ledger.end(record, State.failed)
     assert "no fold is done; `lockstep compare " in forked("lockstep", "evaluate", str(folder)).err
+
+
+@pytest.mark.numerics
+def test_folds_have_the_same_bits_on_any_number_of_ranks(multiclass: Path, tmp_path: Path) -> None:
+    for number in (1, 3):
+        (tmp_path / str(number)).mkdir()
+        done, _, _ = evaluated(multiclass, tmp_path / str(number), f"launcher.ranks={number}")
+        assert done.out.count("images of 3 of 3 folds") == 1
+    assert tree(tmp_path / "1") == tree(tmp_path / "3")
 
 
 def test_only_the_data_of_the_training_is_evaluated_wherever_it_is(multiclass: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 import pretended_gpu
-from helpers import FAKE, NARROW, ROOT, command, forked, losses, train
+from helpers import FAKE, NARROW, ROOT, Done, command, forked, losses, train, tree
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 SHORT = ("telemetry.interval=1", "train.eval_every=100%", "telemetry.report=never", "optimizer=sgd")
@@ -129,3 +129,18 @@ def test_two_gpus_have_a_rank_each_and_the_steps_of_two_ranks_of_the_cpu(tmp_pat
     assert done.code == 0, done.err
     assert f"2 processes on 2 x {pretended_gpu.NAME} by AllReduce" in " ".join(done.out.split())
     assert losses(tmp_path / "gpu") == on_cpu(tmp_path / "cpu", *job, "launcher.ranks=2")
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_two_gpus_is_the_one_on_one_gpu_to_the_bit(tmp_path: Path) -> None:
+    run, gpus = tmp_path / "run", {"PRETENDED_GPUS": "2", **pretending(tmp_path)}
+    on_gpu(run, *SMALL, "steps=2", "train.eval_batch=16", "metric=f1")
+
+    def evaluated(ranks: int) -> Done:
+        (out := tmp_path / str(ranks)).mkdir()
+        words = ("evaluate", str(run), "device=cuda", f"launcher.ranks={ranks}", "--out", str(out))
+        return command(sys.executable, "-m", "lockstep", *words, **gpus)
+
+    assert [evaluated(1).code, evaluated(2).code] == [0, 0]
+    assert tree(tmp_path / "1") == tree(tmp_path / "2")
+    assert "this machine has 2 GPUs, and each rank needs one; use launcher.ranks=2" in evaluated(3).err

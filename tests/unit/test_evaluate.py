@@ -324,10 +324,11 @@ def test_ten_classes_are_all_shown(classes: int, title: str, capsys: pytest.Capt
 @pytest.mark.parametrize(("classes", "columns"), [(MATRIX_CLASSES, 3), (MATRIX_CLASSES + 1, 2)])
 def test_a_hundred_classes_have_their_log_odds(classes: int, columns: int) -> None:
     card: Any = SimpleNamespace(probabilities="softmax", targets="classes", classes=classes)
-    observer, logits = Predicted(card, lambda number: None), torch.randn(2, classes)
+    observer, logits = Predicted(card, World.solo(), lambda number: None), torch.randn(2, classes)
     labels = torch.tensor([0, 1])
     observer.update(EvaluationBlock(labels, logits, best_classes(logits), labels, labels, 0))
-    assert len(observer.blocks[0]) == columns
+    _, _, *answers = observer.blocks[0]
+    assert len(answers) == columns
 
 
 def test_pandas_reads_the_predictions_with_the_names_that_the_classes_have() -> None:

@@ -25,6 +25,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import METADATA_KEY, MOST_CHARACTERS, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
 from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
@@ -62,7 +63,9 @@ def of_photos(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def evaluate_split(predictor: Predictor, split: ArraySplit) -> Evaluation:
-    return evaluated([(predictor, EvaluatedSplit(split, split.labels))])
+    evaluation = evaluated([(predictor, EvaluatedSplit(split, split.labels))], World.solo())
+    assert evaluation is not None
+    return evaluation
 
 
 def own_scores(predictor: Predictor, run: RunDir) -> tuple[float, float]:
@@ -419,4 +422,6 @@ def test_parts_of_any_sizes_together_have_the_figures_of_the_whole(digits: RunDi
     predictor, whole = lockstep.load(digits.path, device="cpu"), Digits().eval()
     parts = [ArraySplit(whole.images[of], whole.labels[of]) for of in (slice(30), slice(30, None))]
     trials = [(predictor, EvaluatedSplit(part, part.labels, place={"fold": str(n)})) for n, part in enumerate(parts)]
-    assert evaluated(trials).figures == pytest.approx(evaluate_split(predictor, whole).figures, rel=1e-5)
+    evaluation = evaluated(trials, World.solo())
+    assert evaluation is not None
+    assert evaluation.figures == pytest.approx(evaluate_split(predictor, whole).figures, rel=1e-5)

@@ -39,10 +39,9 @@ def arguments() -> argparse.Namespace:
     _check_command(sys.argv[1:], list(commands))
     words = _without_overrides(sys.argv[1:], commands)
     options, rest = parser.parse_known_args(words or ["--help"])
-    if options.command in ONE_PROCESS and is_launched() and launched_place().size > 1:
-        raise InputError(
-            f"lockstep {options.command} is one process on each machine; start it without torchrun or srun -n"
-        )
+    if options.command in (*ONE_PROCESS, "evaluate") and is_launched() and (size := launched_place().size) > 1:
+        alone = f"lockstep {options.command} is one process on each machine; start it without torchrun or srun -n"
+        raise InputError(alone + f", with launcher.ranks={size}" * (options.command == "evaluate"))
     if rest and hasattr(options, "rest") and not any(word.startswith("-") for word in rest):
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
@@ -58,7 +57,7 @@ def _without_overrides(words: list[str], commands: dict[str, Parser]) -> list[st
     command = next((word for word in words if word in commands), "train")
     if command in ("train", "new", "pack", *ONE_PROCESS):
         return words
-    data = ("dataset", "data_root") if command == "evaluate" else ()
+    data = ("dataset", "data_root", "launcher", "device") if command == "evaluate" else ()
 
     def is_used(flag: str, word: str) -> bool:
         is_override = OVERRIDE.match(word) and key_of(word).partition(".")[0] not in data
@@ -71,8 +70,8 @@ def _without_overrides(words: list[str], commands: dict[str, Parser]) -> list[st
     if unused := [word for word in unused if word not in roots]:
         from lockstep.config.composition import without_keys  # takes 0.3 s
 
-        why = "uses one device" if command == "evaluate" else "trains nothing, so it takes no settings"
-        without_keys(unused, {*map(key_of, unused)}, f"lockstep {command} {why}")
+        taken = "settings of data and ranks alone" if command == "evaluate" else "no settings"
+        without_keys(unused, {*map(key_of, unused)}, f"lockstep {command} trains nothing, so it takes {taken}")
     newest = str(Path(*[word.partition("=")[2] for word in roots][-1:], LATEST))
     return [newest if word == LATEST else word for word in used]
 
@@ -138,10 +137,10 @@ def _of_models(commands: Any) -> None:
         help="evaluate a trained model on a split, or a cross-validation on its folds",
         description="Evaluate a run on its own or other data, or a sweep on its folds: loss, scores, each class, "
         "calibration. Writes evaluation.json and predictions.csv (evaluation-test.json, ... with --split test, and "
-        "names with the overrides for other data).",
+        "names with the overrides for other data). launcher.ranks=N shares the images among N GPUs or processes.",
     )
     _run(evaluate)
-    _rest(evaluate, "overrides", "OVERRIDE", "other data, such as dataset.path=FOLDER")
+    _rest(evaluate, "overrides", "OVERRIDE", "other data, such as dataset.path=FOLDER, or launcher.ranks=N")
     evaluate.add_argument("--split", choices=("val", "train", "test"), default="val", help="split to evaluate [val]")
     evaluate.add_argument("--out", metavar="FOLDER", help="output folder [the run or sweep, or the current folder]")
     _forms(evaluate, "json")

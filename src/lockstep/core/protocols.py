@@ -31,11 +31,12 @@ class Entry:
     """What a rank runs for the run folder `path`: in this process `here(path)`.
 
     In a process of its own it is `exit_as_rank(path, *objects)` of the same module. `objects` are values that the run
-    folder does not have.
+    folder does not have. `remedy` is for a machine that runs out of memory.
     """
 
     here: Callable[[Path], None]
     objects: tuple[Any, ...] = ()
+    remedy: str = "use train.micro_batches=auto, or fewer ranks"
 
     @property
     def module(self) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lockstep.core.run_dir import RunDir, slug
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import show_json
 from lockstep.core.tags import figure_word, telling
+from lockstep.core.world import World
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.sizes import with_sizes
 from lockstep.inference.predictor import Predictor, load_predictor, run_of, say_which
@@ -39,6 +41,7 @@ from lockstep.inference.scoring import (
     show_figures,
     text_with_unit,
 )
+from lockstep.job.ranks import on_ranks
 from lockstep.job.resolve import with_targets
 from lockstep.records.ledger import Ledger
 from lockstep.records.runs import by_values, differing, in_names, read_jobs, value_of
@@ -70,19 +73,27 @@ def evaluate(
     """Evaluate weights or the folds of a sweep, show the result and write `evaluation.json` and `predictions.csv`."""
     if out is not None and not Path(out).is_dir():
         raise InputError(f"--out is {out}, expected a folder that exists")
-    if Ledger(Path(path)).exists:
-        evaluate_folds(Path(path), overrides, split=split, device=device, folder=Path(out or path), form=form)
-        return
+    of_ranks = [word for word in overrides if key_of(word).partition(".")[0] in ("launcher", "device")]
+    of_data = [word for word in overrides if word not in of_ranks]
+    evaluation = evaluate_folds if Ledger(Path(path)).exists else evaluate_weights
+    on_ranks(partial(evaluation, path, of_data, split=split, out=out, form=form), of_ranks, device)
+
+
+def evaluate_weights(
+    path: str, overrides: Sequence[str], world: World, threads: int | None, *, split: str, out: str | None, form: str
+) -> None:
+    """Evaluate weights, each rank its share of the images. Collective; main shows and writes the result."""
     file = find_weights(path)
     run = run_of(file)
-    predictor = load_predictor(file, device=device)
+    predictor = load_predictor(file, device=str(world.device))
     say_which(file, card := predictor.card)
-    chosen, source = split_for(predictor, run, overrides, split)
+    chosen, source = split_for(predictor, run, overrides, split, threads)
     sha256 = fingerprint_of(source)
     is_other = card.trained_on.get("sha256") not in (None, sha256)
     for note in [*source.notes(), *share_note(source, split)] if is_other else ():  # a run has said those of its own
         log.note(f"warning: {note}")
-    evaluation = evaluated([(predictor, chosen)])
+    if (evaluation := evaluated([(predictor, chosen)], world)) is None:
+        return
     facts = {"weights": file.name, "step": card.step, "dataset": type(source).__name__, "split": split}
     place = source.path and str(Path(source.path).absolute())
     facts["data"] = {"path": place, "overrides": [*overrides], "sha256": sha256}
@@ -102,24 +113,28 @@ def evaluate(
 
 
 def evaluate_folds(
-    sweep: Path, overrides: Sequence[str], *, split: str, device: str | None, folder: Path, form: str
+    path: str, overrides: Sequence[str], world: World, threads: int | None, *, split: str, out: str | None, form: str
 ) -> None:
     """Evaluate each fold of a sweep on its own images, and score the predictions of each setting together."""
+    sweep = Path(path)
     if split != "val":
         command = shell_command(["lockstep", "evaluate", sweep / "best", "--split", split])
         raise InputError(f"--split {split}: a sweep is evaluated on its folds; name one of its runs: {command}")
     evaluations, facts = [], []
     for setting in cross_validations(sweep):
-        evaluations.append(evaluated(trials(setting, overrides, device)))
-        facts.append(report_folds(setting, evaluations[-1], form))
-    write_files(folder, facts[0] if len(facts) == 1 else {"settings": facts}, evaluations, form, other="")
+        if (evaluation := evaluated(trials(setting, overrides, world, threads), world)) is not None:
+            evaluations.append(evaluation)
+            facts.append(report_folds(setting, evaluation, form))
+    if evaluations:
+        results = facts[0] if len(facts) == 1 else {"settings": facts}
+        write_files(Path(out or sweep), results, evaluations, form, other="")
 
 
-def trials(setting: CrossValidation, overrides: Sequence[str], device: str | None) -> Iterator[Trial]:
+def trials(setting: CrossValidation, overrides: Sequence[str], world: World, threads: int | None) -> Iterator[Trial]:
     """The models of a setting, each with the images of its fold. Raises InputError: a model may have seen some."""
     for fold, run in setting.runs.items():
-        predictor = load_predictor(run.folder, device=device)
-        fold_split, source = split_for(predictor, run.run_dir, overrides, "val")
+        predictor = load_predictor(run.folder, device=str(world.device))
+        fold_split, source = split_for(predictor, run.run_dir, overrides, "val", threads)
         if predictor.card.trained_on.get("sha256") != fingerprint_of(source):
             raise InputError(
                 f"dataset: its examples differ from those of {run.folder}, so the model may have seen some of the "
@@ -199,9 +214,12 @@ def write_files(
 
 
 def split_for(
-    predictor: Predictor, run: RunDir | None, overrides: Sequence[str], split: str
+    predictor: Predictor, run: RunDir | None, overrides: Sequence[str], split: str, threads: int | None = None
 ) -> tuple[EvaluatedSplit, Source]:
-    """A split of a run's data, changed by overrides, for a model; and the data. Raises InputError."""
+    """A split of a run's data, changed by overrides, for a model; and the data. Raises InputError.
+
+    From now on torch computes in `threads`, or in as many as the run did: the last bits of a sum depend on it.
+    """
     card = predictor.card
     source, targets = with_sizes(data_of(run, overrides), card), card.targets
     source = source if targets == CLASSES else with_targets(source, targets)
@@ -216,9 +234,10 @@ def split_for(
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
         config = components.read_config(run.config)
-        threads = components.build("launcher", config.get("launcher")).threads
-        if isinstance(threads, int):  # the last bits of a sum depend on it
-            torch.set_num_threads(min(threads, cores()))
+        of_run = components.build("launcher", config.get("launcher")).threads
+        threads = threads or (min(of_run, cores()) if isinstance(of_run, int) else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
     return EvaluatedSplit(examples, labels, config.get("metric")), source
 
 

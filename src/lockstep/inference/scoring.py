@@ -3,10 +3,12 @@
 Every example counts once, with the outputs of the evaluation during training.
 """
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -176,10 +178,14 @@ def text_with_unit(name: str, value: float | None) -> str:
 
 
 class Predicted(EvaluationObserver):
-    """Keeps the predictions of each example, see `Part.answers`, and calls `advance` with the size of a block."""
+    """Keeps the predictions of each example on main, and calls `advance` with the size of a block of any rank.
 
-    def __init__(self, card: ModelCard, advance: Callable[[int], None]) -> None:
-        self.card, self.advance = card, advance
+    `blocks` has, in the order of the split, which images are not broken, the sum of the losses, (1,), and the
+    `Part.answers`. In each round main gathers the blocks of the ranks, as for `Scores`.
+    """
+
+    def __init__(self, card: ModelCard, world: World, advance: Callable[[int], None]) -> None:
+        self.card, self.world, self.advance = card, world, advance
         self.blocks: list[tuple[Tensor, ...]] = []
 
     def update(self, block: EvaluationBlock) -> None:
@@ -188,27 +194,44 @@ class Predicted(EvaluationObserver):
         answers = [predicted, shares.gather(1, predicted[:, None])[:, 0]] if is_class else [shares]
         if self.card.targets == LABELS or (is_class and self.card.classes <= MATRIX_CLASSES):
             answers.append(log_odds(block.logits, kind))
-        self.blocks.append(tuple(answer.cpu() for answer in answers))
-        self.advance(len(block.labels))
+        parts = (~is_broken(block.labels), block.losses.sum().view(1), *answers)
+        self._keep([tuple(part.cpu() for part in parts)])
+
+    def update_without(self) -> None:
+        self._keep([])
+
+    def _keep(self, own: list[tuple[Tensor, ...]]) -> None:
+        for block in itertools.chain(*self.world.gather_to_main(own)):
+            self.blocks.append(block)
+            self.advance(len(block[0]))
+
+    def part(self, split: EvaluatedSplit, step: int, figures: Mapping[str, float]) -> Part:
+        """The predictions of the split, with the figures of the ranks; the loss is added up as on one rank."""
+        whole, losses, *answers = (torch.cat(blocks) for blocks in zip(*self.blocks, strict=True))
+        loss = functools.reduce(operator.add, losses.tolist()) / int(whole.sum())  # `sum` rounds in another way
+        return Part(split, step, whole, tuple(answers), {**figures, "loss": loss})
 
 
-def evaluated(trials: Iterable[Trial]) -> Evaluation:
+def evaluated(trials: Iterable[Trial], world: World) -> Evaluation | None:
     """Evaluate models of equal outputs, each on all of its examples, and score all predictions together.
 
-    Raises InputError: more images are broken than a split allows, or all of them.
+    Collective; main has the result. It is the same to the bit on any number of ranks. Raises InputError: more images
+    are broken than a split allows, or all of them.
     """
     parts: list[Part] = []
-    for predictor, split in trials:
-        if not parts:
+    for number, (predictor, split) in enumerate(trials):
+        if number == 0:
             card = predictor.card
             nodes, by_output = _metrics(card.targets, split.metrics)
-            together, together_by_output = _scores(card, nodes), _scores(card, by_output)
+            together, together_by_output = _scores(card, nodes, world), _scores(card, by_output, world)
         words = ["evaluating", *(f"{key}={value}" for key, value in split.place.items())]
         with progress(" ".join(words), len(split.examples)) as advance:
-            own, predicted = _scores(card, nodes if split.place else {}), Predicted(card, advance)
-            whole, figures = evaluate_blocks(predictor, split, (own, together, together_by_output, predicted))
-        answers = tuple(torch.cat(blocks) for blocks in zip(*predicted.blocks, strict=True))
-        parts.append(Part(split, predictor.card.step, whole, answers, {**figures, **_computed(own)}))
+            own, predicted = _scores(card, nodes if split.place else {}, world), Predicted(card, world, advance)
+            figures = evaluate_blocks(predictor, split, world, (own, together, together_by_output, predicted))
+        if predicted.blocks:
+            parts.append(predicted.part(split, predictor.card.step, {**figures, **_computed(own)}))
+    if not parts:  # main has them
+        return None
     images = sum(part.images for part in parts)
     means = {
         name: math.fsum(part.figures[name] * (part.images / images) for part in parts)
@@ -218,14 +241,14 @@ def evaluated(trials: Iterable[Trial]) -> Evaluation:
 
 
 def evaluate_blocks(
-    predictor: Predictor, split: EvaluatedSplit, observers: Sequence[EvaluationObserver]
-) -> tuple[Tensor, Mapping[str, float]]:
+    predictor: Predictor, split: EvaluatedSplit, world: World, observers: Sequence[EvaluationObserver]
+) -> Mapping[str, float]:
     """Evaluate a model on every example of a split, in the same blocks as during its training.
 
-    Returns which images are whole, and the loss and the scores of the task.
+    Returns the loss and the scores of the task. Collective.
     """
     examples, labels = split.examples, split.labels
-    card, world = predictor.card, World.solo(predictor.device)
+    card, world = predictor.card, replace(world, device=predictor.device)
     loss = components.build("loss", card.loss).build(card.classes, labels).to(world.device)
     loader = EvalLoader(
         world=world,
@@ -245,7 +268,9 @@ def evaluate_blocks(
         views=card.eval_views,
         observers=observers,
     )
-    return ~is_broken(loader.eval_labels.cpu()), figures
+    if more := loader.count_skipped() - len(loader.broken_seen):
+        log.warn(f"{more} more image{'s' * (more != 1)}, which other ranks have read, cannot be decoded: skipped")
+    return figures
 
 
 def _metrics(targets: str, metrics: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -261,9 +286,9 @@ def _nodes(names: Iterable[str]) -> dict[str, Any]:
     return {name: components.read_config(CONF / "metric" / f"{name}.yaml")[name] for name in names}
 
 
-def _scores(card: ModelCard, nodes: Mapping[str, Any]) -> Scores:
+def _scores(card: ModelCard, nodes: Mapping[str, Any], world: World) -> Scores:
     metrics = components.build_many("metric", nodes)
-    return Scores(metrics, card.classes, card.names, World.solo(), kind=card.probabilities, targets=card.targets)
+    return Scores(metrics, card.classes, card.names, world, kind=card.probabilities, targets=card.targets)
 
 
 def _computed(scores: Scores) -> dict[str, float]:  # the calibration error in percent

@@ -42,13 +42,12 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         launcher = job.launcher.in_allocation()
         job = replace(job, launcher=launcher.as_rank() if is_launched() else launcher)
     device = _device(job.device)
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
     job = by_images(by_weights(job, resumed))
     trained = _trained_input(job, resumed)
     dataset = with_sizes(with_targets(_with_absolute_paths(job.dataset).located(), job.task.targets), trained)
     job = replace(job, dataset=dataset)
     strategy, metrics = _strategy(job), components.metrics_of(job.task, job.metric)
-    ranks = _ranks(job.launcher, strategy, gpus, device)
+    ranks = _ranks(job.launcher, strategy, device)
     world_size = ranks * job.launcher.node_range[1]
     if type(strategy) is AutoStrategy:
         ddp = components.build_option("strategy", "ddp") if world_size > 1 else None
@@ -93,6 +92,12 @@ def with_targets(dataset: Source, targets: str) -> Source:
             f"dataset=NAME with one of {with_any}"
         )
     return dataset
+
+
+def resolve_launcher(launcher: Launcher, device: str) -> tuple[Launcher, str]:
+    """The launcher and the device of work that has no strategy, decided as by `resolve`."""
+    device, strategy = _device(device), AutoStrategy()
+    return _launcher(launcher, strategy, _ranks(launcher, strategy, device), device, sweep=False), device
 
 
 def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
@@ -185,9 +190,10 @@ def _input(block: InputBlock, dataset: Source, trained: TrainedInput | None) -> 
     return chosen
 
 
-def _ranks(launcher: Launcher, strategy: Strategy, gpus: int, device: str) -> int:
+def _ranks(launcher: Launcher, strategy: Strategy, device: str) -> int:
     if is_launched():
         return _launched_ranks(launcher)
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
     ranks = strategy.ranks(gpus) if launcher.ranks == "auto" else int(launcher.ranks)
     if device == "cuda" and ranks > gpus:
         raise InputError(

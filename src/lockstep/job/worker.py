@@ -11,12 +11,13 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import current_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from lockstep.core import log, plan
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, as_known, out_of_memory
 from lockstep.core.launch_env import ATTEMPT, Place, is_launched, launched_place, store_address
 from lockstep.core.observer import Callback
-from lockstep.core.protocols import Entry
+from lockstep.core.protocols import Entry, Launcher, Strategy
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
@@ -35,6 +36,7 @@ from lockstep.core.world import World
 from lockstep.runtime import program, watchdog
 from lockstep.runtime.forking import Fork
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
+from lockstep.strategy.base import Single
 from lockstep.training import experiment
 from lockstep.training.resolved_job import ResolvedJob, chosen_options, load_job
 
@@ -55,11 +57,25 @@ def start_job(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callbac
             "can do; use lockstep train, or launcher.nodes=1"
         )
     with impatient():
-        objects = objects_of(job, callbacks)
-        entry = Entry(lambda path: run_rank(path, *objects or [job]), objects)
-        objective = job.launcher.launch(entry, run_dir)
+        objective = job.launcher.launch(entry_of(job, objects_of(job, callbacks)), run_dir)
     forgive_output()  # train.log has what is shown
     return objective
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What ranks do that is no run, with the launcher and the device of a job."""
+
+    launcher: Launcher
+    device: str
+    call: Callable[[World], object]
+    repro: ClassVar[str] = "exact"
+    strategy: ClassVar[Strategy] = Single()
+
+
+def entry_of(job: ResolvedJob | RankWork, objects: tuple[Any, ...], remedy: str = Entry.remedy) -> Entry:
+    """What a rank of a job does; `objects` are the arguments of `run_rank` for a rank in another process."""
+    return Entry(lambda path: run_rank(path, *objects or [job]), objects, remedy)
 
 
 def objects_of(job: ResolvedJob, callbacks: Mapping[str, Callback] | None) -> tuple[Any, ...]:
@@ -75,7 +91,7 @@ def objects_of(job: ResolvedJob, callbacks: Mapping[str, Callback] | None) -> tu
 
 def run_rank(
     path: Path,
-    job: ResolvedJob | None = None,
+    job: ResolvedJob | RankWork | None = None,
     callbacks: Mapping[str, Callback] | None = None,
     code: Mapping[str, "UserCode"] | None = None,
 ) -> None:
@@ -111,6 +127,9 @@ def run_rank(
             ) as joined,
         ):
             dog.local_peer_pids = joined.local_peer_pids
+            if isinstance(job, RankWork):
+                job.call(joined)
+                return
             experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat, callbacks=callbacks, code=code)
 
 

@@ -90,7 +90,7 @@ class Spawn(Inline):
             wait(lambda: request.requested or (store.done() and store.result()), REACHED_S)
             request.repeat()
             if failed := children.join():
-                failure = first_failure(run_dir, failed)
+                failure = first_failure(run_dir, failed, entry.remedy)
                 if isinstance(failure, RankFailed) and can_restart and not request.requested:
                     return failure
                 raise failure  # inside `forwarding`, which turns it into Interrupted after a second SIGINT
@@ -144,22 +144,22 @@ class Children:
             rank.send_signal(number)
 
 
-def killed(exit_codes: dict[int, int]) -> str:
+def killed(exit_codes: dict[int, int], remedy: str = Entry.remedy) -> str:
     """Which signals have ended ranks, by their negative exit codes."""
     signals = {rank: signal.Signals(-code) for rank, code in sorted(exit_codes.items())}
     words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in signals.items())
-    hint = f", {KILLED}; use train.micro_batches=auto, or fewer ranks" * (signal.SIGKILL in signals.values())
+    hint = f", {KILLED}; {remedy}" * (signal.SIGKILL in signals.values())
     return words + hint
 
 
-def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
+def first_failure(run_dir: RunDir, exit_codes: dict[int, int], remedy: str = Entry.remedy) -> LockstepError:
     """The error that ended a job. `exit_codes` has the ranks that failed before the launcher ended the others.
 
     A rank that was killed by a signal left no error file, so the exit codes are checked first. Otherwise the earliest
     error in the files is the cause: a rank that raises breaks the connections of other ranks, which raise later.
     """
     if by_signal := {rank: code for rank, code in exit_codes.items() if code < 0}:
-        return RankFailed(f"{killed(by_signal)}; see {run_dir.rank_log(min(by_signal))}")
+        return RankFailed(f"{killed(by_signal, remedy)}; see {run_dir.rank_log(min(by_signal))}")
     errors = []
     for path in run_dir.rank_errors():
         with suppress(UnreadableFile):  # a full disk may have ended its rank
