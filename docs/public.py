@@ -27,17 +27,17 @@ ADVICE = (
 
 
 def extended(released: str, names: Iterable[str]) -> str:
-    """The list with all `names` in their order.
+    """The list with all `names` in their order. The meaning of a deprecated name is `is now NEW NAME`.
 
     Raises:
-        SystemExit: a name of the list is gone or has another meaning.
+        SystemExit: a name of the list is gone or has another meaning, and is not deprecated.
     """
     lines = list(dict.fromkeys(names))
     for line in released.removeprefix(HEADER).splitlines():
-        if line not in lines:
-            name = line.partition(": ")[0]
-            namesakes = [other for other in lines if other.partition(": ")[0] == name]
-            change = f"is now {namesakes[0]!r}" if namesakes else "is gone"
+        name = line.partition(": ")[0]
+        namesakes = [other for other in lines if other.partition(": ")[0] == name]
+        if line not in lines and not any(other.startswith(f"{name}: is now ") for other in namesakes):
+            change = f"means now {namesakes[0]!r}" if namesakes else "is gone"
             raise SystemExit(f"{line!r} is public, and {change}; {ADVICE}")
     return HEADER + "".join(f"{line}\n" for line in lines)
 

@@ -33,8 +33,15 @@ def test_a_public_name_that_goes_or_changes_is_refused_with_the_way_to_do_it(kin
     shorter = LINES[:index] + LINES[index + 1 :]
     with pytest.raises(SystemExit, match=r"is public, and is gone; CONTRIBUTING\.md says"):
         public.extended(LIST, shorter)
-    with pytest.raises(SystemExit, match=r"is public, and is now .* take the line out"):
+    with pytest.raises(SystemExit, match=r"is public, and means now .* take the line out"):
         public.extended(LIST, [*shorter, f"{LINES[index].partition(': ')[0]}: another meaning"])
+
+
+def test_a_deprecated_name_stays_in_the_list_until_it_is_taken_out() -> None:
+    deprecated = public.extended("key old: int = 1\n", ["key old: is now new", "key new: int = 1"])
+    assert public.extended(deprecated, ["key old: is now new", "key new: int = 1"]) == deprecated
+    with pytest.raises(SystemExit, match="'key old: is now new' is public, and is gone"):
+        public.extended(deprecated, ["key new: int = 1"])
 
 
 def test_a_new_public_name_is_added_in_its_place() -> None:
