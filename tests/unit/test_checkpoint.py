@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -483,6 +484,50 @@ def test_a_failed_write_is_reported_retried_later_and_its_end_is_reported(
     target.close()
     assert capsys.readouterr().out == "checkpoints are written again\n"
     assert not target.overdue()
+
+
+def test_each_save_sets_back_the_clock_of_the_next_one_whatever_has_asked_for_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    target = writer(run, every_s=60.0, saved_at=now[0])
+    for step in (1, 2):
+        now[0] += 59.9
+        assert not target.overdue()
+        now[0] += 0.1
+        assert target.overdue(), "exactly at its time"
+        now[0] += 5.0
+        save(target, step)
+        assert not target.overdue()
+    now[0] += 30.0
+    save(target, 3)  # by its step
+    now[0] += 59.0
+    assert not target.overdue()
+    target.close()
+    assert not writer(run, every_s=60.0, saved_at=0.0, writes=False).overdue(), "only main has a clock"
+
+
+@pytest.mark.parametrize(
+    ("keep", "after"),
+    [
+        (1, {2: [5, 4, 3, 2], 3: [5, 4, 3], 4: [5, 4], 5: [5], 6: [6]}),
+        (2, {2: [5, 4, 3, 2, 1], 3: [5, 4, 3, 2], 4: [5, 4, 3], 5: [5, 4], 6: [6, 5]}),
+    ],
+)
+def test_a_resume_from_an_earlier_step_keeps_the_later_checkpoints_until_it_has_come_there(
+    run: RunDir, keep: int, after: dict[int, list[int]]
+) -> None:
+    saved(run, 1, 2, 3, 4, 5, keep=9)
+    target = writer(run, keep=keep, keep_best=0)
+    for step, left in after.items():
+        save(target, step)
+        target.wait()
+        assert steps_left(run) == left
+        newest = next(path for path in candidates(run.checkpoints) if int(path.name[5:]) == step)
+        assert run.last.read_text() == newest.name
+        assert len([path for path in candidates(run.checkpoints) if int(path.name[5:]) == step]) == 1, "replaced"
+    target.close()
 
 
 def test_leftovers_of_an_interrupted_write_are_overwritten(run: RunDir) -> None:
