@@ -120,12 +120,24 @@ def test_float32_keeps_its_digits_where_the_mean_is_large() -> None:
     torch.testing.assert_close(SyncBatchNorm(3).train()(x).double(), expected, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_an_empty_batch_between_two_others_counts_nothing(momentum: float | None) -> None:
+    layers = [SyncBatchNorm(3, momentum=momentum).double().train() for _ in range(2)]
+    for batch in (values(4, 3, 2, 2), values(5, 3, 2, 2)):
+        for layer in layers:
+            layer(batch)
+        layers[1](batch[:0])
+    for name, tensor in layers[0].state_dict().items():
+        assert torch.equal(layers[1].state_dict()[name], tensor), name
+
+
 def test_its_gradient_is_its_derivative_and_an_empty_input_passes() -> None:
     layer = SyncBatchNorm(2).double().train()
     assert torch.autograd.gradcheck(layer, values(3, 2, 2, 2).requires_grad_())
     layer = SyncBatchNorm(3).train()
     inputs = torch.empty(0, 3, 4, 4, requires_grad=True)
     output = layer(inputs)
+    assert layer.num_batches_tracked == 0
     output.sum().backward()
     assert output.shape == (0, 3, 4, 4)
     assert torch.equal(layer.running_mean, torch.zeros(3))

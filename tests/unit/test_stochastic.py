@@ -81,6 +81,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "uniform_": lambda x, on: x + torch.empty_like(x).uniform_(-2, 3) if on else x,
     "normal_": lambda x, on: x + torch.empty_like(x).normal_(1, 2) if on else x,
     "one for the batch": lambda x, on: x * torch.rand(1, 8, 1, 1, dtype=x.dtype) if on else x,
+    "tokens first": lambda x, on: F.dropout(x.flatten(2)[..., :22].permute(2, 0, 1), 0.3, on).transpose(0, 1),
     "windows": lambda x, on: F.dropout(x.unfold(2, 4, 4).permute(0, 2, 1, 3, 4).flatten(0, 1), 0.3, on),
 }
 
