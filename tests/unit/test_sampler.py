@@ -1,6 +1,7 @@
 """Which samples each rank gets, for any data set, batch, number of ranks and step to resume from."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,12 +9,15 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from helpers import NARROW, losses, train_here
+from helpers import NARROW, losses, resolved, train_here
 from lockstep.core.plan import Plan, share
 from lockstep.core.rng import permutation
+from lockstep.core.world import World
 from lockstep.data.loading.sampler import ShardIndices, balanced_order, eval_blocks, repeated_order, shard_indices
+from lockstep.training.build_data import build_data, build_loader
 
 
 @dataclass(frozen=True)
@@ -195,3 +199,41 @@ def test_class_weights_on_balanced_classes_are_mentioned(tmp_path: Path, capsys:
         train_here(tmp_path / name, *words, *more)
         captured = capsys.readouterr()
         assert (captured.out + captured.err).count("loss.class_weights apply on top") == notes
+
+
+@pytest.mark.parametrize(
+    "subset", ["folds=3 dataset.fold=1", "limit=0.4", "limit=0.4 dataset.folds=3 dataset.fold=2"]
+)
+@pytest.mark.parametrize("sampling", ["sampling=balanced", "repeats=2"])
+def test_a_sampling_repeats_the_examples_of_its_subset_alone(tmp_path: Path, sampling: str, subset: str) -> None:
+    for number, name in enumerate("a" * 19 + "b" * 7 + "c" * 40):
+        (tmp_path / "train" / name).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (6, 4), 3 * number).save(tmp_path / "train" / name / f"{number}.png")
+    words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=[4,6]", "model=linear", "batch=5")
+    shares = () if "folds" in subset else ("dataset.val_share=0.2",)
+    words += (
+        "loader=streaming",
+        "loader.workers=0",
+        f"train.{sampling}",
+        *f"dataset.{subset}".split(),
+        "epochs=2",
+        *shares,
+    )
+    job, data = build_data(resolved(*words), World.solo())
+    n, held_out = len(data.train), {data.val.name(index) for index in range(len(data.val))}
+    assert held_out.isdisjoint(map(data.train.name, range(n)))
+    epochs: dict[int, list[int]] = {0: [], 1: []}
+    for group in build_loader(job, data, World.solo()).train(0):
+        examples = group.indices % n
+        assert torch.equal(group.images, data.train.fetch(examples.tolist()))
+        assert torch.equal(group.known_labels, data.train.labels[examples])
+        for step in group.steps:
+            shown = (step.indices % n).tolist()
+            epochs[step.epoch] += shown
+            if sampling == "repeats=2":
+                assert sorted(Counter(shown).values()) == [1] * (len(shown) % 2) + [2] * (len(shown) // 2)
+    for shown in epochs.values():
+        assert len(shown) == n
+        if sampling == "sampling=balanced":
+            counts = data.train.labels[shown].bincount().tolist()
+            assert sorted(counts) == sorted(n // 3 + (turn < n % 3) for turn in range(3))

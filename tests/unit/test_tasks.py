@@ -21,7 +21,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import MSE, Huber, MaskedLoss
 from lockstep.scores import EvaluationBlock, Scores
-from lockstep.tasks import Multilabel
+from lockstep.tasks import Multiclass, Multilabel
 from lockstep.training.resolved_job import card_of
 from thread_ranks import ThreadRanks
 
@@ -197,3 +197,17 @@ def test_a_probability_of_a_half_is_no_label_in_the_scores_and_in_the_prediction
     scored = scores_of(1, chosen, outputs, labels, "sigmoid", "labels", monkeypatch)
     assert scored == {"recall/0": 0.0, "recall/1": 1.0, "subset": 0.5}
     assert Multilabel().predict(outputs).tolist() == [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize("classes", [2, 4, 5, 6, 9])
+def test_the_five_first_classes_are_those_of_a_plain_ranking_or_all(classes: int) -> None:
+    torch.manual_seed(classes)
+    outputs, labels = torch.randn(60, classes), torch.randint(classes, (60,))
+    predicted = Multiclass().predict(outputs)
+    assert torch.equal(predicted, outputs.argsort(1, descending=True)[:, :5])
+    places = [
+        sorted(row, reverse=True).index(row[label]) for row, label in zip(outputs.tolist(), labels, strict=True)
+    ]
+    right = [sum(place < most for place in places) for most in (1, 5)]
+    assert Multiclass().counts(predicted, labels).tolist() == right
+    assert (right[1] == 60) == (classes <= 5)
