@@ -844,6 +844,28 @@ def test_a_running_job_shows_how_far_it_is(running: JobRun) -> None:
     assert progress.left() == 0
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_the_best_score_of_a_running_job_is_of_what_a_resume_has_not_undone(
+    running: JobRun, direction: Direction
+) -> None:
+    def score(step: int, percent: float) -> dict[str, float]:
+        return {"step": step, "acc/val_top1": percent if direction is Direction.maximize else -percent}
+
+    progress = JobProgress(JobRun(running.ledger, running.record, Monitor("top1", direction)))
+    shown = []
+    for added in (score(5, 40), score(10, 60), score(15, 50), score(20, 70)):
+        add(running, added)
+        progress.update(running.record, 1.0)
+        shown.append(progress.best)
+    kept = running.run_dir.metrics.read_text().splitlines(keepends=True)[:2]
+    running.run_dir.metrics.write_text("".join(kept))
+    for added in ((), (score(15, 65),)):
+        add(running, *added)
+        progress.update(running.record, 1.0)
+        shown.append(progress.best)
+    assert [abs(best or 0) for best in shown] == [40, 60, 60, 70, 60, 65]
+
+
 def test_a_resumed_job_is_timed_from_where_it_resumes(running: JobRun) -> None:
     now = time.time()
     add(running, {"step": 20, "time": now - 9999, "perf/img_per_s": 1.0})

@@ -70,7 +70,7 @@ class JobProgress:
         try:
             with safe_read.open_plain(self.job.run_dir.metrics) as file:
                 if file.seek(0, 2) < self.offset:  # a resume has cut it
-                    self.offset = 0
+                    self.offset, self.best = 0, None
                 file.seek(self.offset)
                 lines = file.read().rpartition(b"\n")[0]
         except (UnreadableFile, OSError):
