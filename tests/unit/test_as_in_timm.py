@@ -128,6 +128,8 @@ STORED: tuple[tuple[tuple[int, int], tuple[int, int], float], ...] = (
     ((64, 64), (32, 32), 1.0),
     ((28, 28), (32, 32), 1.0),
     ((24, 24), (32, 32), 0.8),
+    ((32, 32), (32, 32), 0.9),
+    ((40, 32), (40, 28), 0.8),  # the longer sides are equal
 )
 
 

@@ -104,6 +104,26 @@ def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path)
     assert decided(f"resume={run.path}", "seed=6").values["seed"] == 6
 
 
+@pytest.mark.parametrize(("lost", "more"), [(3, ""), (4, ""), (5, ", and 1 more"), (6, ", and 2 more")])
+def test_of_the_lines_that_were_lost_four_are_named_and_the_others_counted(
+    tmp_path: Path, lost: int, more: str
+) -> None:
+    lines = ("seed=5", "epochs=3", "batch=100", "optimizer.weight_decay=0.5", "optimizer.lr=0.3", "train.repeats=2")
+    run = run_dir(tmp_path / "run", *lines)
+    run.overrides.write_text(
+        components.dump([word for word in read_overrides(run.overrides) if word not in lines[:lost]])
+    )
+    with pytest.raises(InputError, match="no longer composes to its config") as caught:
+        decided(f"resume={run.path}")
+    named = str(caught.value).partition(" (")[2].partition("); restore")[0]
+    assert named.count(" was ") == min(lost, 4)
+    assert named.endswith(more or named.rpartition(" was ")[2])
+    assert ("more" in named) == bool(more)
+    assert {word.partition("=")[0] for word in shlex.split(str(caught.value).partition("then: ")[2])} == {
+        line.partition("=")[0] for line in lines[:lost]
+    }
+
+
 def test_a_line_that_makes_no_other_run_may_be_lost_or_changed_in_a_recipe(tmp_path: Path) -> None:
     lines = ("cost.usd_per_gpu_hour=2", "telemetry.report=never", "budget.hours=1", "data_root=elsewhere")
     run = run_dir(tmp_path / "run", "seed=5", *lines)

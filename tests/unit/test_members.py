@@ -68,6 +68,32 @@ def test_shards_that_moved_are_the_same_and_others_are_not(shards: Path, tmp_pat
     assert WebDataset(path=str(tmp_path / "moved"), val_shards="./val*.tar").fingerprint()["train"] != here["train"]
 
 
+def test_what_a_fingerprint_sees_of_a_shard(shards: Path) -> None:
+    files = {"a__png": png(10), "a__cls": b"2", "b__cls": b"10\n", "b__png": png(20)}
+    others = {
+        "the same": files,
+        "a longer image": files | {"a__png": png(10) + b"\0"},
+        "another label": files | {"a__cls": b"10", "b__cls": b"2"},
+        "another key": {"a__png": png(10), "a__cls": b"2", "d__cls": b"10", "d__png": png(20)},
+        "one image less": {"b__png": png(20), "b__cls": b"10"},
+    }
+    seen = {}
+    for name, own in others.items():
+        shutil.copytree(shards, folder := shards / name, ignore=shutil.ignore_patterns(*others))
+        shard(folder / "train-0.tar", **own)
+        seen[name] = str(WebDataset(path=str(folder)).fingerprint())
+    assert len({*seen.values()}) == len(others)
+
+
+def test_of_several_images_of_a_key_the_one_with_the_fewest_dots_is_the_sample_in_any_order(tmp_path: Path) -> None:
+    files = {"a__edge__png": png(10), "a__png": png(20), "a__webp__png": png(30), "a__cls": b"1"}
+    for number, names in enumerate(itertools.permutations(files)):
+        (folder := tmp_path / str(number)).mkdir()
+        shard(folder / "val.tar", d__png=png(40), d__cls=b"1")
+        shard(folder / "train.tar", **{name: files[name] for name in names})
+        assert levels(WebDataset(path=str(folder), decode_size=8), [0]) == [20], names
+
+
 def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
     files = {f"{number:02}__png": png(number) for number in range(10)}
     files |= {f"{number:02}__cls": b"cat" for number in range(10)}

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from hydra_plugins.lockstep.sweeps import OPTUNA_CONFIG
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run import State
+from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.sweeps.search import Search
 from lockstep.sweeps.sweepers import OptunaSweeper, distribution
@@ -375,6 +376,29 @@ def test_each_sweep_has_its_own_study_in_a_storage_that_they_share(tmp_path: Pat
             shutil.rmtree(tmp_path / folder)
     studies = optuna.get_all_study_summaries(storage)
     assert [(study.n_trials, study.study_name.partition("-")[0]) for study in studies] == [(1, "mine")] * 3
+
+
+def test_a_study_is_of_one_sweep_direction_space_and_set_of_objectives(tmp_path: Path) -> None:
+    identity = Identity(base={}, swept=(), words=())
+    parse = OverridesParser.create().parse_override
+    x, kind, wide = (distribution(parse(word)) for word in ("x=interval(0,1)", "kind=a,b", "x=interval(0,2)"))
+    space = {"x": x, "kind": kind}
+    names = []
+    for other, objectives, own in (
+        (identity, ["score"], space),
+        (identity, ["score"], dict(reversed(space.items()))),
+        (replace(identity, id="another"), ["score"], space),
+        (replace(identity, direction=Direction.minimize), ["score"], space),
+        (identity, ["score", "seconds"], space),
+        (identity, ["seconds", "score"], space),
+        (identity, ["score"], space | {"x": wide}),
+        (identity, ["score"], {"x": x}),
+    ):
+        searching = sweeper(tmp_path, Launcher(lambda job: 1.0), study_name="mine")
+        searching.settings.sweep = {"objectives": objectives}
+        names.append(searching._name(other, own))
+    assert names[0] == names[1]
+    assert len({*names}) == len(names) - 1
 
 
 def test_a_journal_that_is_cut_behind_any_line_counts_each_trial_once(tmp_path: Path) -> None:
