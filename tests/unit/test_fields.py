@@ -15,7 +15,7 @@ from lockstep.config.options import classes_of
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
-from lockstep.core.fields import PATH, TEXT, TIME_CHECK, Number, problems
+from lockstep.core.fields import PATH, TEXT, TIME_CHECK, Number, parse_duration, parse_time, problems
 from lockstep.core.plan import seconds, steps
 from lockstep.optim import AdamW
 from lockstep.optim.schedule import Constant
@@ -118,6 +118,28 @@ def test_durations_and_times_are_read_as_they_are_checked() -> None:
         with pytest.raises(InputError, match=r"^launcher\.timeout is .{1,80}, expected a time"):
             seconds("launcher.timeout", value)
     assert steps("key", "1000000000ep", steps_per_epoch=10**9, total_steps=1) == 10**18
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *[("500h", 1_800_000), ("30000min", 1_800_000), ("1800000", 1_800_000), ("0.1s", 0.1), ("1.5min", 90)],
+        *[("500.1h", None), ("30001min", None), ("1800001", None), ("0", None), ("0h", None)],
+    ],
+)
+def test_the_longest_time_is_one_and_none_is_none(text: str, expected: float | None) -> None:
+    assert parse_time(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *[("100%", (100, "%")), (10**9, (10**9, "")), ("1000000000ep", (10**9, "ep")), ("2.5ep", (2.5, "ep"))],
+        *[("100.1%", None), (10**9 + 1, None), ("1000000001ep", None), ("2.0", None), ("0", (0, "")), ("-1", None)],
+    ],
+)
+def test_the_longest_duration_is_one(text: str | int, expected: tuple[float, str] | None) -> None:
+    assert parse_duration(text) == expected
 
 
 def test_all_values_out_of_range_are_reported_at_once() -> None:

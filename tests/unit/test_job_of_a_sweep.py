@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from helpers import composed
 from lockstep.cli.needs import needs_of
 from lockstep.cli.run import run_job
-from lockstep.config.composition import Invocation
+from lockstep.config.composition import Invocation, jobs_of
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.safe_write import Lock
@@ -61,6 +61,21 @@ def test_another_value_of_a_key_that_the_sweep_varies_is_another_job(word: str, 
 )
 def test_a_job_has_the_gpus_that_its_strategy_uses(words: list[str], gpus: int) -> None:
     assert job(*words, machine=Needs(gpus=4, cores=4)).gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("a=1,2 b=3,4,5", "a=1 b=3|a=1 b=4|a=1 b=5|a=2 b=3|a=2 b=4|a=2 b=5"),
+        ("a=1,2 a=3", "a=3"),
+        ("a=3 b=1,2 a=4,5", "b=1 a=4|b=1 a=5|b=2 a=4|b=2 a=5"),
+        ("+d={x:1} +d={y:2} a=1", "+d={x:1} +d={y:2} a=1"),
+        ("d={x:1},{y:2} d={z:3}", "d={x:1} d={z:3}|d={y:2} d={z:3}"),
+        ("a=range(0,3) ~b", "a=0 ~b|a=1 ~b|a=2 ~b"),
+    ],
+)
+def test_the_last_word_of_a_key_counts_and_all_that_add_to_it(words: str, expected: str) -> None:
+    assert [" ".join(job) for job in jobs_of(words.split())] == expected.split("|")
 
 
 def test_a_job_that_resumes_another_run_is_refused_in_a_sweep() -> None:

@@ -121,6 +121,20 @@ def test_the_threads_of_all_ranks_are_counted() -> None:
         check_threads(resolved("launcher=spawn", "launcher.ranks=33", "device=cpu"))
 
 
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(1, 8, 1024), (2, 8, 1024), (3, 12, 1024), (80, 320, 1280)])
+def test_a_machine_takes_the_most_ranks_and_threads_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr("lockstep.job.validate.cores", lambda: cores)
+    several = resolved("launcher=spawn", "launcher.ranks=2", "launcher.threads=1", "device=cpu", "loader.workers=0")
+    one = replace(several, launcher=replace(several.launcher, ranks=1))
+    for job, most in ((several, "ranks"), (one, "threads")):
+        limit = {"ranks": ranks, "threads": threads}[most]
+        check_threads(replace(job, launcher=replace(job.launcher, **{most: limit})))
+        with pytest.raises(InputError, match=f"expected at most {limit:,}"):
+            check_threads(replace(job, launcher=replace(job.launcher, **{most: limit + 1})))
+
+
 def plan(batch: int, **changed: int) -> Plan:
     job = replace(resolved("device=cpu"), batch=batch)
     return replace(plan_of(job, 10**9), **changed)
