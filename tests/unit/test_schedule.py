@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from helpers import built, records, train_here, weights
+from helpers import FAKE, built, records, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Schedule
@@ -245,3 +245,13 @@ def test_a_run_on_a_plateau_that_is_stopped_at_any_step_ends_with_the_same_bits(
         train_here(run.path, *words)
         assert [line["optim/lr"] for line in records(run) if "optim/lr" in line] == rates
         assert all(weights(run.path)[name].equal(tensor) for name, tensor in weights(whole.path).items())
+
+
+@pytest.mark.parametrize("factor", ["0.1", None, math.nan, -1.0, math.inf])
+@pytest.mark.parametrize("from_step", [1, 2])
+def test_a_schedule_of_the_users_that_returns_no_number_from_0_on_is_one_sentence(
+    factor: Any, from_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Constant, "factor", lambda self, step, plan, scores: factor if step == from_step else 0.5)
+    with pytest.raises(InputError, match=rf"^the schedule Constant gives step {from_step} the factor .*, expected"):
+        train_here(tmp_path / "run", *FAKE, "schedule=constant", "steps=3")

@@ -19,6 +19,7 @@ from lockstep.runtime.host import check_room
 from lockstep.scores import EvaluationBlock, Scores
 from lockstep.training.evaluate import Patience
 from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, plan_of
+from lockstep.training.train_step import factor_at
 
 FLOAT32 = 4  # bytes
 NAMED_CLASSES = 3  # classes that a sentence names
@@ -44,7 +45,7 @@ def check_plan(job: ResolvedJob) -> Plan:
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
     for step in (1, plan.total_steps):  # raises if the schedule does not fit the plan
-        job.schedule.factor(step, plan, ())
+        factor_at(job.schedule, step, plan, ())
     check_monitor(job)
     job.metric_notes()  # raises for a metric that does not fit the classes
     if job.train.swa_from is not None:

@@ -5,9 +5,11 @@ It calls its parts and builds none, so their modules are imported for their type
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.batch import Batch
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, shown
 from lockstep.core.tags import GRAD_NORM, LEARNING_RATE
 
 if TYPE_CHECKING:
@@ -46,6 +48,17 @@ class StepListener:
     reduced: Callable[[], None] = ignore
     between: Callable[[], None] = ignore
     log: Callable[[str, Tensor], None] = ignore
+
+
+def factor_at(schedule: Schedule, step: int, plan: Plan, scores: Sequence[tuple[int, float]]) -> float:
+    """The factor of a schedule, which may be the user's. Raises InputError if it is no finite number from 0 on."""
+    factor = schedule.factor(step, plan, scores)
+    if not isinstance(factor, Real | Tensor) or not 0 <= factor < math.inf:
+        raise InputError(
+            f"the schedule {type(schedule).__name__} gives step {step:,} the factor {shown(factor)}, expected a "
+            "number of 0 or more"
+        )
+    return factor
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -113,7 +126,7 @@ class TrainStep:
     def set_learning_rate(self, step: int) -> None:
         """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
         self.state.freezing.freeze_for(step)
-        factor = self.schedule.factor(step, self.plan, self.scores)
+        factor = factor_at(self.schedule, step, self.plan, self.scores)
         set_learning_rate(self.state.optimizer, self.lr * factor)
 
     def update(self, shard: Shard, *, measures_norm: bool = False) -> Tensor | None:
