@@ -1,14 +1,14 @@
 """What a config may say to Hydra. Somebody else may have written a config file, so it must run no code.
 
-Hydra makes objects (callbacks, launchers, log handlers) only of installed plugins and of classes on its execution
-whitelist, which is `TRUSTED` here. This leaves open which files log handlers write, which variables are set or copied
-into the config, in which folders runs are, and which packages are imported to search them for configs. So each value
-below `hydra` must be the one that Hydra, its installed plugins or the command line give, except for a few keys that
-name folders and texts.
+Hydra may make objects (callbacks, launchers, log handlers) only of installed plugins and of the classes in `TRUSTED`.
+This is checked here, and again by the execution whitelist of Hydra 1.4. This leaves open which files log handlers
+write, which variables are set or copied into the config, in which folders runs are, and which packages are imported
+to search them for configs. So each value below `hydra` must be the one that Hydra, its installed plugins or the
+command line give, except for a few keys that name folders and texts.
 
 While Lockstep composes, Hydra and OmegaConf have a separate state. Their public functions cannot give back what was
 there before. So this module, and no other, uses the names of the two dicts that have it (`Singleton._instances` of
-Hydra 1.4.0rc3, `BaseContainer._resolvers` of OmegaConf 2.4.1rc1).
+Hydra, `BaseContainer._resolvers` of OmegaConf).
 """
 
 import copy
