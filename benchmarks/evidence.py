@@ -399,7 +399,7 @@ def main() -> None:
             continue
         last = parts.get(name, {}).get("tables", {})
         facts["behind"] = fallen_behind(facts["tables"], last) if PARTS[name].has_ratios else []
-        print(as_markdown(facts), flush=True)
+        print(as_markdown(facts) if PARTS[name].has_ratios else table_of_runs({name: facts}), flush=True)
         parts[name] = facts
         store.write_text(json.dumps(parts, indent=1) + "\n")
     for path, text in documents().items():

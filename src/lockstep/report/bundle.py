@@ -7,7 +7,6 @@ machine, so none is followed.
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError
@@ -33,7 +32,7 @@ def write_bundle(folder: Path) -> None:
     files = [(path, RUN_LIMIT if place == folder else JOB_LIMIT) for place in places for path in _texts_of(place)]
     if not _texts_of(folder):
         raise InputError(f"{folder} is neither a run nor a sweep; `lockstep runs {folder}` lists those in it")
-    secrets = [*secrets_in([dict(os.environ), *(_values(path) for path, _ in files)])]
+    secrets = [*secrets_in([dict(os.environ), *([Run(place).composed, Run(place).overrides] for place in places)])]
     target = Path(f"lockstep-{slug(redacted(folder.resolve().name, secrets))}.zip")
     if os.path.lexists(target):
         raise InputError(f"{target} exists; remove it, or run the command in another folder")
@@ -43,20 +42,20 @@ def write_bundle(folder: Path) -> None:
             name = redacted(path.relative_to(folder).as_posix(), secrets).replace("\n", r"\n")
             try:
                 text = redacted(_shortened(path, limit), secrets).encode()
+                if size + len(text) > BUNDLE_LIMIT:
+                    raise UnreadableFile(path, f"does not fit: all files may have {format_bytes(BUNDLE_LIMIT)}")
             except UnreadableFile as error:
-                left_out.append(f"{name} {error.reason}")
-                continue
-            if (size := size + len(text)) > BUNDLE_LIMIT:
-                left_out.append(f"{name}: all files have more than {format_bytes(BUNDLE_LIMIT)}")
+                left_out.append(f" left out  {name} {error.reason}")
                 continue
             zipped.writestr(name, text)
+            size += len(text)
             log.show(f"{format_bytes(len(text)):>9}  {name}")
     for sentence in left_out:
-        log.show(f" left out  {sentence}")
+        log.show(sentence)
     log.show(
-        f"wrote {target}, {format_bytes(target.stat().st_size)}, without data, weights, images and predictions. "
-        "Secrets, names of images, home folders and your user name are hidden where they are recognized: read it "
-        "before you send it"
+        f"wrote {target}, {format_bytes(target.stat().st_size)}: no data, weights, images or predictions. Secrets, "
+        "home folders, your user name and names of images are hidden where they are recognized; read it before "
+        "you send it"
     )
 
 
@@ -68,16 +67,6 @@ def _texts_of(folder: Path) -> list[Path]:
     return sorted(
         path for path in paths if os.path.lexists(path) and not (path.parent != folder and path.parent.is_symlink())
     )
-
-
-def _values(path: Path) -> Any:
-    """The plain values in a YAML or JSON file; None for another file, and for one that cannot be read as such."""
-    try:
-        if path.suffix == ".yaml":
-            return safe_read.read_yaml(path)
-        return safe_read.read_json(path) if path.suffix == ".json" else None
-    except UnreadableFile:
-        return None
 
 
 def _shortened(path: Path, limit: int) -> str:
