@@ -313,6 +313,56 @@ report/sweep_page.py: each value of a key counts alike, however many jobs have i
 metrics.py: a label with a probability of exactly a half is predicted in its scores [tasks]
 - None if self.of_ranks else lambda odds: odds > 0,
 + None if self.of_ranks else lambda odds: odds >= 0,
+training/trainer.py: an epoch that improves never ends for the callbacks [moments]
+- improved = self.end_by_callback(step) or improved
++ improved = improved or self.end_by_callback(step)
+training/trainer.py: a run that patience ends is not saved [trainer_ends]
+- if improved or overdue or ends or
++ if improved or overdue or
+training/trainer.py: scores that come while a checkpoint is written are in it [trainer_ends]
+- "scores": [*self.progress.scores]}
++ "scores": self.progress.scores}
+training/train_step.py: the second gradient of a closure counts in the running statistics [closure_step]
+-             if norms:
+-                 with torch.no_grad():
++             if False:
++                 with torch.no_grad():
+training/averages.py: the blocks of a rank follow each other in the table [averages]
+- table[world.rank :: world.size] = torch.stack(rows)
++ table[world.rank * len(rows) : (world.rank + 1) * len(rows)] = torch.stack(rows)
+training/build_observers.py: a checkpoint comes before the figures that wait [observers]
+-             self.write_logged()
+-             self._tell("flush")
++             self._tell("flush")
+checkpoint/writing.py: a save by the step does not set back the clock of the saves [checkpoint]
+-         self.saved_at = time.monotonic()
+-         tensors, state = host_copies
++         tensors, state = host_copies
+checkpoint/writing.py: after a resume from an earlier step the skipped checkpoints push out the new ones [checkpoint]
+- if step_of(path) <= step_of(written)]
++ if True]
+optim/muon.py: biases of all layers have the same rate under layer decay [rates_of_groups]
+- scale, orthogonal = group["scale"] * ratio, kind is matrices
++ scale, orthogonal = ratio if kind is others else group["scale"] * ratio, kind is matrices
+optim/optimizers.py: a head's rate switches layer decay off [rates_of_groups]
+- scales |= dict.fromkeys(head, self.head_lr / self.rate)
++ scales = dict.fromkeys(head, self.head_lr / self.rate)
+optim/schedule.py: an evaluation at the end of a part counts in the next one [schedule]
+- if at > begin]
++ if at >= begin]
+strategy/ddp.py: accelerate waits for the gradients of frozen layers [options_of_strategies]
+- return replace(self, find_unused_parameters=True)
++ return self
+strategy/zero.py: the gradients of other ranks' parameters are not cleared [options_of_strategies]
+-         for parameter in self.owners:
+-             parameter.grad = None
++         self.own.zero_grad(set_to_none)
+strategy/zero.py: groups and the ranks in a group are swapped [options_of_strategies]
+- groups = (self.replicas, world.size // self.replicas) if
++ groups = (world.size // self.replicas, self.replicas) if
+stochastic/functions.py: blocks of oblong images have height and width swapped [keyed_functions]
+- tall, wide = min(layer.block_size, height), min(layer.block_size, width)
++ tall, wide = min(layer.block_size, width), min(layer.block_size, height)
 """
 
 

@@ -142,6 +142,33 @@ def test_the_longest_duration_is_one(text: str | int, expected: tuple[float, str
     assert parse_duration(text) == expected
 
 
+def test_a_duration_ends_with_the_run_and_only_some_may_be_nothing() -> None:
+    zeros = set()
+    for _, cls, name in RULED:
+        rule = fields.rule_of(cls, name)
+        if rule is None or not rule.durations or rule is fields.rule_of(TrainBlock, "sizes"):
+            continue
+        nothing = {rule.fits(value) for value in (0, "0", "0ep", "0%", "0.0ep")}
+        assert nothing in ({True}, {False}), name
+        zeros |= {f"{cls.__name__}.{name}"} if nothing == {True} else set()
+        assert nothing == {"from 0 to" in rule.expected}, name
+        assert all(map(rule.fits, (fields.MOST_STEPS, "1", "0.5ep", "0.5%", "100%", f"{fields.MOST_STEPS}ep"))), name
+        beyond_it = fields.MOST_STEPS + 1, -1, "0.5", "100.01%", f"{fields.MOST_STEPS + 1}ep"
+        assert not any(map(rule.fits, beyond_it)), name
+    schedules = {f"{cls}.warmup" for cls in ("Chain", "Constant", "Cosine", "Exponential", "Linear", "Plateau")}
+    schedules |= {"Polynomial.warmup", "Step.warmup", "Step.milestones"}
+    assert zeros == schedules
+
+
+def test_a_path_a_name_and_a_text_may_be_as_long_as_is_told_and_no_longer() -> None:
+    for rule, most, text in ((TEXT, fields.TEXT_CHARACTERS, "é"), (PATH, fields.NAME_BYTES, "x")):
+        assert [rule.fits(text * number) for number in (most, most + 1)] == [True, False]
+    names = ["x" * 250] * 13
+    path = "/".join([*names, "y" * (fields.PATH_BYTES - 251 * 13)])
+    assert len(path) == fields.PATH_BYTES
+    assert [PATH.fits(path), PATH.fits(f"{path}y")] == [True, False]
+
+
 def test_all_values_out_of_range_are_reported_at_once() -> None:
     job = composed("epochs=0", "train.ema=nan", "optimizer.lr=inf", "optimizer.eps=-1", "schedule.warmup=101%")
     with pytest.raises(InputError) as caught:

@@ -18,7 +18,7 @@ from lockstep.precision import FP32
 from lockstep.strategy import DDP, FSDP, Accelerate, Pipeline, Strict, ddp
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.sync_batchnorm import SyncBatchNorm
-from lockstep.strategy.zero import ZeROOptimizer
+from lockstep.strategy.zero import ZeROOptimizer, blocks
 from thread_ranks import ThreadRanks
 
 EXAMPLE = (torch.ones(2, 3),)
@@ -123,6 +123,12 @@ def test_fsdp_has_so_many_replicas_of_ranks_that_follow_each_other(
     FSDP(replicas=replicas).check(1, "cpu")
     with pytest.raises(InputError, match=r"strategy\.replicas is 4, .* divide the 6 ranks .* strategy\.replicas=2,"):
         FSDP(replicas=4).check(6, "cpu")
+
+
+def test_a_layer_of_exactly_the_large_size_is_gathered_on_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert [*blocks(model, large=12)] == [*model]
+    assert [*blocks(model, large=13)] == [model[1]], "several layers are one block, however small"
 
 
 @pytest.mark.parametrize(
