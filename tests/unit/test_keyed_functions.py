@@ -59,6 +59,15 @@ def test_shared_heads_of_keys_are_torchs(heads: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_changes_its_input_where_that_is_asked_for_alone(inplace: bool) -> None:
+    images = torch.ones(2, 3)
+    result = KEYED[F.dropout](keeping, images, 0.25, True, inplace)
+    assert torch.equal(result, torch.full((2, 3), 1 / 0.75))
+    assert (result is images) == inplace
+    assert torch.equal(images, result if inplace else torch.ones(2, 3))
+
+
 def layer(size: int, **options: Any) -> Any:
     usual = {"gamma_scale": 1.0, "drop_prob": 0.1, "couple_channels": False, "with_noise": False}
     return SimpleNamespace(**usual | {"scale_by_keep": False} | options, block_size=size)
