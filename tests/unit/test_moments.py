@@ -87,6 +87,7 @@ def test_a_step_has_its_own_losses_and_outputs_and_their_mean_over_the_examples(
 
     def look(moment: str, run: TrainingRun) -> None:
         if moment == "step_end":
+            assert len(run.losses) == len(run.outputs) == 3
             seen.append((run.step, [*map(len, run.outputs)], run.loss, sum(run.losses) / sum(map(len, run.outputs))))
 
     fitted(told_by(Told(look), steps=3, micro_batches=3))

@@ -43,9 +43,6 @@ def test_a_transformer_is_built_for_the_height_and_the_width(sides: tuple[int, i
     assert tuple(model.patch_embed.img_size) == sides
     chosen: Any = Timm(name="test_vit", options={"img_size": 48}).build(3, (3, 48, 48))
     assert tuple(chosen.patch_embed.img_size) == (48, 48)
-        48,
-        48,
-    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("cells", [1, 2])
