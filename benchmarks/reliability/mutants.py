@@ -71,8 +71,8 @@ training/trainer.py: a resume takes the last step again [trainer]
 - self.loader.train(after=self.progress.step)
 + self.loader.train(after=max(0, self.progress.step - 1))
 training/train_step.py: the schedule is a step behind [trainer]
-- self.schedule.factor(step, self.plan, self.scores)
-+ self.schedule.factor(step - 1, self.plan, self.scores)
+- schedule.factor(step, plan, scores)
++ schedule.factor(step - 1, plan, scores)
 optim/schedule.py: an evaluation changes the rate of its own step, which a resume would not [schedule]
 - warmup < item[0] < step
 + warmup < item[0] <= step
