@@ -183,10 +183,10 @@ def test_grey_items_among_those_with_colours_are_of_one_size() -> None:
     def some_grey(image: Any) -> Any:
         return Image.fromarray(image).convert("RGB" if image.flat[0] % 2 else "L")
 
-    kept = option(Photos(some_grey), Photos(), decode_size="auto").located()
-    assert kept.decode_size is None
+    grey = option(Photos(some_grey), Photos(), decode_size="auto").located()
+    assert grey.decode_size is None
     assert {len(Photos(some_grey)[index][0].getbands()) for index in range(NUMBER)} == {1, 3}
-    assert kept.train().fetch([*range(NUMBER)]).shape == (NUMBER, 3, SIDE, SIDE)
+    assert grey.train().fetch([*range(NUMBER)]).shape == (NUMBER, 3, SIDE, SIDE)
 
 
 def test_a_dataset_without_an_index_or_an_end_or_items_is_refused() -> None:

@@ -857,8 +857,8 @@ def test_the_best_score_of_a_running_job_is_of_what_a_resume_has_not_undone(
         add(running, added)
         progress.update(running.record, 1.0)
         shown.append(progress.best)
-    kept = running.run_dir.metrics.read_text().splitlines(keepends=True)[:2]
-    running.run_dir.metrics.write_text("".join(kept))
+    lines = running.run_dir.metrics.read_text().splitlines(keepends=True)[:2]
+    running.run_dir.metrics.write_text("".join(lines))
     for added in ((), (score(15, 65),)):
         add(running, *added)
         progress.update(running.record, 1.0)

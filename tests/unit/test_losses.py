@@ -164,9 +164,10 @@ def test_a_broken_image_counts_nothing(name: str, targets: Tensor) -> None:
 
 
 @pytest.mark.parametrize("targets", [LABELS, SHARES], ids=["labels", "shares"])
-def test_fewer_logits_are_those_of_the_first_examples(targets: Tensor) -> None:
+@pytest.mark.parametrize("number", [0, 1, 5, 7, 8])
+def test_fewer_logits_are_those_of_the_first_examples(targets: Tensor, number: int) -> None:
     losses = MaskedLoss(CrossEntropy().build(CLASSES, LABELS), tolerates_broken=True)
-    close(losses(LOGITS[:5], targets), losses(LOGITS, targets)[:5])
+    close(losses(LOGITS[:number], targets), losses(LOGITS, targets)[:number])
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_shards_that_moved_are_the_same_and_others_are_not(shards: Path, tmp_pat
 
 def test_what_a_fingerprint_sees_of_a_shard(shards: Path) -> None:
     files = {"a__png": png(10), "a__cls": b"2", "b__cls": b"10\n", "b__png": png(20)}
-    others = {
+    contents = {
         "the same": files,
         "a longer image": files | {"a__png": png(10) + b"\0"},
         "another label": files | {"a__cls": b"10", "b__cls": b"2"},
@@ -78,11 +78,11 @@ def test_what_a_fingerprint_sees_of_a_shard(shards: Path) -> None:
         "one image less": {"b__png": png(20), "b__cls": b"10"},
     }
     seen = {}
-    for name, own in others.items():
-        shutil.copytree(shards, folder := shards / name, ignore=shutil.ignore_patterns(*others))
+    for name, own in contents.items():
+        shutil.copytree(shards, folder := shards / name, ignore=shutil.ignore_patterns(*contents))
         shard(folder / "train-0.tar", **own)
         seen[name] = str(WebDataset(path=str(folder)).fingerprint())
-    assert len({*seen.values()}) == len(others)
+    assert len({*seen.values()}) == len(contents)
 
 
 def test_of_several_images_of_a_key_the_one_with_the_fewest_dots_is_the_sample_in_any_order(tmp_path: Path) -> None:

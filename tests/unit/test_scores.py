@@ -186,6 +186,21 @@ def test_a_weighted_kappa_has_the_order_of_the_classes_that_is_given(weights: st
     assert scores.compute() == {"kappa": pytest.approx(right)}
 
 
+@pytest.mark.parametrize("weights", ["none", "linear", "quadratic"])
+@pytest.mark.parametrize("absent", range(4))
+def test_a_kappa_counts_the_distance_to_a_class_that_is_neither_there_nor_predicted(
+    weights: str, absent: int
+) -> None:
+    logits = LOGITS[:, :4].clone()
+    logits[:, absent] = -math.inf
+    labels = (LABELS % 3 + absent + 1) % 4
+    scores = Scores({"kappa": metrics.Kappa(weights=weights)}, 4, ("a", "b", "c", "d"), World.solo())
+    scores.update(block(logits, labels))
+    known = None if weights == "none" else weights
+    right = reference.cohen_kappa_score(labels, logits.argmax(1), labels=[*range(4)], weights=known)
+    assert scores.compute() == {"kappa": pytest.approx(right)}
+
+
 @pytest.mark.parametrize(
     ("words", "names", "expected"),
     [
