@@ -149,3 +149,38 @@ def test_an_interrupt_saves_the_jobs_and_is_an_exception(tmp_path: Path) -> None
 def test_flags_are_no_words_of_a_sweep() -> None:
     with pytest.raises(lockstep.InputError, match="'--cfg' is a flag, expected KEY=VALUE"):
         lockstep.sweep(["seed=1,2", "--cfg", "job"])
+
+
+# A cell as IPython runs it: its text is in `linecache`, and its module has no file.
+NOTEBOOK = """
+import json, linecache
+from pathlib import Path
+
+CELL = '''
+import torch, lockstep
+
+def flat(images):
+    return images.flatten(1)
+
+class Net(torch.nn.Linear):
+    def forward(self, images):
+        return super().forward(flat(images))
+
+job = {"model": Net(64, 10), "verbose": False}
+swept = lockstep.sweep([*SHORT, "seed=1,2"], **job)
+alone = lockstep.train([*SHORT, "seed=2"], **job)
+'''
+del __file__
+linecache.cache["cell"] = (len(CELL), None, CELL.splitlines(True), "cell")
+exec(compile(CELL, "cell", "exec"), globals())
+folders = [alone.folder, *(swept.folder / row["name"] for row in swept)]
+print(json.dumps([json.loads((folder / "env.json").read_text())["code"]["__main__"]["files"] for folder in folders]))
+"""
+
+
+def test_the_jobs_of_a_notebooks_sweep_record_the_code_of_the_cells_that_a_run_alone_records(tmp_path: Path) -> None:
+    (tmp_path / "notebook.py").write_text(f"SHORT = {[*SHORT]}\n{NOTEBOOK}")
+    done = forked("notebook.py", cwd=tmp_path)
+    assert done.code == 0, done.err
+    alone, *jobs = json.loads(done.out)
+    assert (sorted(alone), jobs) == (["Net", "flat"], [alone, alone])

@@ -90,10 +90,17 @@ def _sources_of_cells(parts: Iterable[Any]) -> dict[str, str]:
     for own in waiting:  # it grows
         if own.__qualname__ not in sources:
             sources[own.__qualname__] = text = _source_in_cell(own)
-            named = [vars(sys.modules[MAIN]).get(word) for word in re.findall(r"\w+", text)]
+            # A sweep has what was pickled: functions with the names that they use, and not the program's module.
+            scopes = [vars(sys.modules[MAIN]), *(function.__globals__ for function in _functions_of(own))]
+            named = [scope.get(word) for scope in scopes for word in re.findall(r"\w+", text)]
             own_kind = [value for value in named if isinstance(value, type | FunctionType)]
             waiting += [value for value in own_kind if value.__module__ == MAIN]
     return {name: text for name, text in sources.items() if text}
+
+
+def _functions_of(own: Any) -> list[FunctionType]:
+    """A function itself, or the methods of a class."""
+    return [value for value in (own, *vars(own).values()) if isinstance(value, FunctionType)]
 
 
 def _source_in_cell(own: Any) -> str:
@@ -101,9 +108,8 @@ def _source_in_cell(own: Any) -> str:
 
     Empty if Python does not have it. `inspect` finds a class by the file of its module, and a notebook has none.
     """
-    functions = [value for value in (own, *vars(own).values()) if isinstance(value, FunctionType)]
     cells = [name for name in reversed(linecache.cache) if not Path(name).exists()]
-    for name in [*(function.__code__.co_filename for function in functions), *cells]:
+    for name in [*(function.__code__.co_filename for function in _functions_of(own)), *cells]:
         with suppress(SyntaxError):
             for node in ast.walk(ast.parse("".join(linecache.getlines(name)))):
                 if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == own.__name__:
