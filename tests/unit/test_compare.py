@@ -386,6 +386,16 @@ def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None
     assert "the same run: nothing differs that makes another run" in table(capsys)
 
 
+def test_a_run_that_was_resumed_to_a_longer_plan_is_not_the_same_run(tmp_path: Path, capsys: CAPSYS) -> None:
+    words = {"a": ["steps=4", "name=a"], "b": ["steps=2", "name=c", "steps=4", "name=b"]}
+    paths = [str(run(tmp_path / name, "batch=64", *words[name], score=1.0)) for name in "ab"]
+    compare(paths, by=[], sort=None, form="table")
+    shown = table(capsys)
+    assert re.search(r"^config +steps before a resume +none +2$", shown, re.MULTILINE), shown
+    assert "the same run" not in shown
+    assert "name before" not in shown
+
+
 def test_a_table_shows_values_in_the_words_of_a_config() -> None:
     texts = {"null": None, "true": True, "0.5": 0.5, "a": "a", "none": [], "1, null": [1, None]}
     assert [*map(value_text, texts.values())] == [*texts]

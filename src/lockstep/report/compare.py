@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from lockstep.config.commands import override, shell_command
+from lockstep.config.commands import key_of, override, shell_command
 from lockstep.config.options import differences, value_text
 from lockstep.config.roles import role_of
 from lockstep.core import log
@@ -134,7 +134,7 @@ def causes(runs: Sequence[Run]) -> list[Row]:
     keys = [*dict.fromkeys([*in_names(runs, keys), *keys])]
     first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed_values}
-    absent = {OWN_CODE: "none"}  # a file that a run does not have
+    absent = {OWN_CODE: "none", "config": "none"}  # a file that a run does not have, and a resume
     rows = [
         {"cause": kind, "key": key, "A": first.get((kind, key), other), "B": second.get((kind, key), other)}
         for kind, key in dict.fromkeys([*first, *second])
@@ -152,6 +152,10 @@ def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
         is_rounding = role_of(key, run.composed) is Role.rounding
         kind = SEED if key == SEED else "config, to rounding" if is_rounding else "config"
         facts[kind, key] = value_of(run, key) or "none"
+    for word in run.overrides:  # a resume adds its own: the steps before it had the learning rates of a shorter plan
+        key, value = key_of(word), word.partition("=")[2]
+        if value != run.typed_values.get(key, value) and role_of(key, run.composed).makes_another_run:
+            facts["config", f"{key} before a resume"] = value
     for package, code in (run.code or {}).items():
         files = {f"{package}/{name}": digest for name, digest in code["files"].items()}
         facts |= {(OWN_CODE, key): str(digest) for key, digest in (files or {package: code.get("sha256")}).items()}
