@@ -46,7 +46,9 @@ def build(group: str, node: Any, key: str = "") -> Any:
         in_recipe = f"; a recipe chooses it with `- override /{group}: {node}`" if isinstance(node, str) else ""
         raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME{in_recipe}")
     cls = extensions.class_of(group, node["_target_"], key)
-    values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
+    former = fields.former_names(cls)
+    present = {former.get(str(key), str(key)): value for key, value in node.items() if key != "_target_"}
+    values = {key: fields.as_number(cls, key, value) for key, value in present.items()}
     names = [item.name for item in dataclasses.fields(cls)]
     for unknown in (name for name in values if name not in names):
         raise InputError(
@@ -55,6 +57,13 @@ def build(group: str, node: Any, key: str = "") -> Any:
         )
     with _in_sentences(f"{key}."):
         return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")
+
+
+def build_stored(group: str, node: Any) -> Any:
+    """The component of a node in a file of any version: a key that is newer has the value from before it existed."""
+    if isinstance(node, Mapping) and "_target_" in node:
+        node = {**fields.values_before(extensions.class_of(group, node["_target_"])), **node}
+    return build(group, node)
 
 
 def build_option(group: str, name: str) -> Any:

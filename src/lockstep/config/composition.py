@@ -30,6 +30,7 @@ from lockstep.config.commands import (
     quoted_path,
     shell_command,
 )
+from lockstep.config.history import present_words
 from lockstep.config.hydra_policy import as_typed, own_hydra
 from lockstep.config.hydra_versions import initialize_config_dir, is_list_extend
 from lockstep.config.schema import CONF, GROUPS, MANY, RECIPES, Job
@@ -297,7 +298,7 @@ def typed_words(words: Iterable[str]) -> list[str]:
     A command with `resume` may set keys of an option that only its run names. Hydra composes the command alone first,
     so it is told to add them; `components` refuses a key that the option does not have.
     """
-    quoted = [*map(quoted_path, words)]
+    quoted = [*map(quoted_path, present_words(words))]
     for word in quoted:
         check_sign(word)
     if "resume" not in map(key_of, quoted):

@@ -167,6 +167,12 @@ def usual(group: str, key: str) -> Any:
     return next((node[key] for node in map(_read, _files(group)) if key in node), None)
 
 
+def default_of_key(key: str) -> Any:
+    """The default of a dotted key of a config; None for a key that has none."""
+    group, _, name = key.partition(".")
+    return usual(group, name) if group in GROUPS else dict(leaves(_read(CONF / "config.yaml"))).get(key)
+
+
 def options_of(group: str) -> list[str]:
     """The names of the options of a group, Lockstep's own and declared ones; empty for no group."""
     return sorted({*(file.stem for file in _files(group)), *declared(group)})

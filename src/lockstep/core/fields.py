@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 from lockstep.core.errors import InputError, is_one_line, shown
 
 _RULE, _PERSONAL, _IN_CONFIG, ROLE = "rule", "personal", "in config", "role"
+_BEFORE, _NAMES = "before", "former names"
 FOLDER, PLACE, SHELL = "folder", "place", "shell"  # see `personal`
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 # The most bytes of a name in a path (the limit of file systems), and of a path (with space for the files of a run).
@@ -255,6 +256,27 @@ def declared_role(cls: type[Any], name: str) -> Role | None:
     """The role that is written at a field, which may come from a base class; None without one."""
     role: Role | None = _declared(cls, name, ROLE)
     return role
+
+
+def with_history(field: Any, *, names: Sequence[str] = (), **before: Any) -> Any:
+    """A field whose key has had other `names` in its group or block, or did not exist in earlier versions.
+
+    `before=VALUE` is what a run did then; without it, that is the default.
+    """
+    field = field if isinstance(field, dataclasses.Field) else dataclasses.field(default=field)
+    field.metadata = {**field.metadata, _NAMES: names, _BEFORE: [*before.values()]}
+    return field
+
+
+def former_names(cls: type[Any]) -> dict[str, str]:
+    """The present names of the keys of a class, by their earlier ones."""
+    return {old: new for new in cls.__dataclass_fields__ for old in _declared(cls, new, _NAMES) or ()}
+
+
+def values_before(cls: type[Any]) -> dict[str, Any]:
+    """What a run did before a key of a class existed, by key."""
+    values = ((name, _declared(cls, name, _BEFORE)) for name in cls.__dataclass_fields__)
+    return {name: value[0] for name, value in values if value}
 
 
 def personal(field: Any, kind: str = PLACE) -> Any:

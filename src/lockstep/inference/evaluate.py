@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.config import components, composition
 from lockstep.config.commands import key_of, shell_command
 from lockstep.config.composition import ConfigFiles
+from lockstep.config.history import present_words
 from lockstep.config.options import can_be_group
 from lockstep.config.schema import RECIPES
 from lockstep.core import log
@@ -234,7 +235,7 @@ def split_for(
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
         config = components.read_config(run.config)
-        of_run = components.build("launcher", config.get("launcher")).threads
+        of_run = components.build_stored("launcher", config.get("launcher")).threads
         threads = threads or (min(of_run, cores()) if isinstance(of_run, int) else None)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -255,13 +256,14 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     A data set that only the run folder names is not downloaded, because somebody else may have written the folder.
     """
     if run is not None and not overrides:
-        run_data: Source = components.build("dataset", components.read_config(run.config).get("dataset"))
+        run_data: Source = components.build_stored("dataset", components.read_config(run.config).get("dataset"))
         return run_data
     has_dataset = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not has_dataset:
         raise InputError("a weights file does not say where data is; name it: dataset=folder dataset.path=FOLDER")
     keys = ("data_root",) if has_dataset else ("data_root", "dataset", RECIPES)
-    stored = {word: key_of(word).partition(".")[0] for word in (read_overrides(run.overrides) if run else [])}
+    words = present_words(read_overrides(run.overrides)) if run else []
+    stored = {word: key_of(word).partition(".")[0] for word in words}
     stored_data = [word for word, key in stored.items() if key in keys or (can_be_group(key) and not has_dataset)]
     with composition.composing():
         values = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())

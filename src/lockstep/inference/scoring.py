@@ -249,7 +249,7 @@ def evaluate_blocks(
     """
     examples, labels = split.examples, split.labels
     card, world = predictor.card, replace(world, device=predictor.device)
-    loss = components.build("loss", card.loss).build(card.classes, labels).to(world.device)
+    loss = components.build_stored("loss", card.loss).build(card.classes, labels).to(world.device)
     loader = EvalLoader(
         world=world,
         eval_batch=card.eval_batch,

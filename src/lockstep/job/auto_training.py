@@ -40,14 +40,8 @@ CHOICES = (
 
 
 def by_weights(job: Job, resumed: Path | None) -> Job:
-    """The job with its weights and frozen layers chosen, and the weight decay of the run that `resumed` is of."""
+    """The job with its weights and frozen layers chosen."""
     model: Any = job.model
-    optimizer: Any = job.optimizer
-    if resumed is not None and optimizer.decay_embeddings is None:
-        with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
-            run = components.read_config(RunDir(resumed.parents[1]).config)["optimizer"]
-            decays = run.get("decay_embeddings", True)  # they did in every run without this key
-            job = replace(job, optimizer=replace(optimizer, decay_embeddings=decays))
     if model.pretrained == AUTO:
         job = replace(job, model=replace(model, pretrained=_has_weights(job, resumed)))
     train, layers = job.train, job.train.freeze

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import components, composition, extensions
+from lockstep.config import components, composition, extensions, history
 from lockstep.config.commands import key_of, latest_starts, override, parsed, refusal, shell_command, with_starts
 from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.roles import role_of
@@ -72,8 +73,16 @@ class Resume:
 
     @cached_property
     def job(self) -> Job:
-        """The job of `values`, with all its components. Raises InputError with a line for each problem."""
-        return components.build_job(self.values, self.objects)
+        """The job of `values`, with all its components, and with what the run that is resumed did before newer keys.
+
+        Raises InputError with a line for each problem.
+        """
+        job = components.build_job(self.values, self.objects)
+        if self.checkpoint is not None:
+            with suppress(InputError):  # a checkpoint that was copied on its own
+                config = components.read_config(RunDir(self.checkpoint.parents[1]).config)
+                job = history.as_before(job, config, {*map(key_of, self.overrides)})
+        return job
 
     @cached_property
     def checkpoint(self) -> Path | None:
@@ -189,7 +198,7 @@ def _named(values: Mapping[str, Any], invocation: Invocation) -> tuple[Path | No
 
 def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The config of a run with the overrides of the present command, and all overrides."""
-    stored, configs = read_overrides(run_dir.overrides), invocation.configs
+    stored, configs = history.present_words(read_overrides(run_dir.overrides)), invocation.configs
     added = tuple(text for text in invocation.overrides if key_of(text) != "resume")
     try:
         own = composition.recompose(stored, (), configs)
@@ -224,7 +233,7 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
     the keys `overridden`, is not compared, and no key that makes the same run.
     """
     try:
-        stored_values = dict(leaves(components.read_config(run_dir.composed)))
+        stored_values = dict(leaves(history.present_values(components.read_config(run_dir.composed))))
     except InputError as error:
         read_if_exists(run_dir.composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")

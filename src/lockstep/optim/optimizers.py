@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import TEXT, mapping, ranged, ruled
+from lockstep.core.fields import TEXT, mapping, ranged, ruled, with_history
 from lockstep.core.model import UpdateScope, head_parameters, how_to_group, is_sharded
 from lockstep.core.protocols import Optimizer
 from lockstep.optim.fused import fused, with_lookahead
@@ -57,7 +57,7 @@ class OptimizerOption(Optimizer):
     decay_all: bool = False  # decay biases and norms too, as a plain torch optimizer does
     # decay what the model names in `no_weight_decay()` too, in timm position embeddings, class tokens and tables of
     # relative positions; null: as `decay_all`, and a resumed run as before
-    decay_embeddings: bool | None = None
+    decay_embeddings: bool | None = with_history(None, before=True)
     # layer-wise decay: a layer's rate is the next layer's rate times this; null: off
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     # look-ahead: every so many steps, e.g. 6, the slow weights move by `lookahead_alpha` of the way to the weights,

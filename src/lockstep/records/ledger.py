@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.commands import key_of
+from lockstep.config.history import present_key, present_values, present_words
+from lockstep.config.options import default_of_key
 from lockstep.config.roles import identity_of, role_of
 from lockstep.config.schema import Job
 from lockstep.core import safe_read
@@ -70,12 +72,13 @@ class Identity:
         """The differences between this sweep and `other`, for a sentence; empty if there are none."""
         if self.swept != other.swept:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
-        # A key that a later version has added is empty in a new config, and not in the earlier one.
+        # A key that a later version has added is not in the earlier config, and has its default in a new one.
         ours, theirs = (
             {key: value for key, value in identity_of(base).items() if value not in (None, [], {})}
             for base in (self.base, other.base)
         )
-        keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+        added = {key for key in ours.keys() ^ theirs.keys() if default_of_key(key) == {**ours, **theirs}[key]}
+        keys = [key for key in sorted({*ours, *theirs} - added) if ours.get(key) != theirs.get(key)]
         shown = [f"{key} is {ours.get(key)} there and {theirs.get(key)} here" for key in keys[:DIFFERENCES_SHOWN]]
         return ", ".join([*shown, *(["and more"] if len(keys) > len(shown) else [])])
 
@@ -111,9 +114,9 @@ class Ledger:
             facts = safe_read.read_json(path)
             check_format(FileFormat.sweep, facts, path)
             return Identity(
-                base=dict(facts["base"]),
-                swept=tuple(map(str, facts["swept"])),
-                words=tuple(map(str, facts["words"])),
+                base=present_values(dict(facts["base"])),
+                swept=tuple(sorted(map(present_key, map(str, facts["swept"])))),
+                words=tuple(present_words(map(str, facts["words"]), say=False)),
                 of_hydra=tuple(map(str, facts.get("of_hydra", ()))),  # an earlier version has none
                 direction=Direction(facts["direction"]),
                 figure=str(facts.get("figure", SCORE)),  # an earlier version names none

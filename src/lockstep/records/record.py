@@ -5,12 +5,13 @@ import re
 import socket
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.config.commands import key_of
+from lockstep.config.history import present_words
 from lockstep.config.roles import is_sample
 from lockstep.core.errors import InputError
 from lockstep.core.run import TEST_SCORES, Run, State, born
@@ -163,7 +164,7 @@ def parsed_record(number: int, facts: Any) -> Record:
     begins_with_number = record.folder.partition("-")[0] == f"{number:03}"
     if record.number != number or not begins_with_number or re.search(r"[/\0]", record.folder):
         raise ValueError(record.folder)
-    return record
+    return replace(record, overrides=tuple(present_words(record.overrides, say=False)))
 
 
 def _seconds(run: Run) -> float | None:

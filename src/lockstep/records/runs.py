@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.history import present_key
 from lockstep.config.options import can_be_group, differences
 from lockstep.config.roles import TARGET, is_sample, role_of
 from lockstep.config.schema import RECIPES
@@ -115,6 +116,7 @@ def settings(run: Run) -> Mapping[str, str]:
     if run.problem:
         return {}
     values: dict[str, Any] = {**run.typed_values, **dict(leaves(run.composed))}
+    values = {present_key(key): value for key, value in values.items()}
     values |= {key.removesuffix(f".{TARGET}"): value for key, value in values.items()} | run.choices
     values = {key: value for key, value in values.items() if key not in names_of_files(run)}
     values |= {"monitor": run.monitor.name} if "monitor" in values else {}  # `auto` and its value are one

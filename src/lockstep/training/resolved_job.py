@@ -21,7 +21,17 @@ from lockstep.config.roles import fields_with
 from lockstep.config.schema import GROUPS, Job, TrainBlock
 from lockstep.core.data_protocols import Source, splits_of
 from lockstep.core.errors import InputError
-from lockstep.core.fields import MOST_STEPS, PATH, Component, Role, default_of, is_timed, rule_of
+from lockstep.core.fields import (
+    MOST_STEPS,
+    PATH,
+    Component,
+    Role,
+    default_of,
+    former_names,
+    is_timed,
+    rule_of,
+    values_before,
+)
 from lockstep.core.model_card import CROP, ModelCard, Preprocessing
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Averaging, Plan, make_plan
@@ -81,14 +91,17 @@ def chosen_options(job: Job) -> list[Any]:
     return [option for own in chosen for option in (own.values() if isinstance(own, Mapping) else [own])]
 
 
-def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """A component in one line: its class, and the fields that differ from their defaults."""
-    shown = [
-        f"{field.name}={getattr(component, field.name)}"
-        for field in fields(component)
-        if field.name not in leave_out and getattr(component, field.name) != default_of(field)
-    ]
-    return f"{type(component).__name__}({', '.join(shown)})"
+def describe(component: Any, leave_out: frozenset[str] = frozenset(), *, lasting: bool = False) -> str:
+    """A component in one line: its class, and the fields that differ from their defaults.
+
+    A `lasting` text is the same in each version: with the first names of keys, without what was done before them.
+    """
+    cls = type(component)
+    names = {new: old for old, new in reversed(former_names(cls).items())} if lasting else {}
+    usual = {field.name: default_of(field) for field in fields(component)} | (values_before(cls) if lasting else {})
+    values = {name: getattr(component, name) for name in usual if name not in leave_out}
+    shown = [f"{names.get(name, name)}={value}" for name, value in values.items() if value != usual[name]]
+    return f"{cls.__name__}({', '.join(shown)})"
 
 
 def described(callbacks: Mapping[str, Callback]) -> dict[str, str]:
@@ -179,9 +192,9 @@ def of_training(job: ResolvedJob) -> frozenset[str]:
 
 def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
-    how = job.preprocessing
+    how, task = job.preprocessing, describe(job.task, _paths(job.task), lasting=True)
     return {
-        "model": describe(job.model, of_training(job)),
+        "model": describe(job.model, of_training(job), lasting=True),
         "dataset": type(job.dataset).__name__,
         "classes": job.dataset.classes,
         "class_names": list(job.dataset.class_names),
@@ -198,7 +211,7 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "optimizer": job.optimizer.algorithm,
         "loss": type(job.loss).__name__,
         # With what identifies its files in the place of their paths.
-        "task": " ".join([describe(job.task, _paths(job.task)), *map(" ".join, job.task.identity().items())]),
+        "task": " ".join([task, *map(" ".join, job.task.identity().items())]),
         "monitor": job.monitor,
         "average": "mean" if job.train.swa_from is not None else job.train.ema is not None,
         "repro": describe(job.strategy) if job.strategy.fixed_order else "exact",

@@ -60,7 +60,7 @@ def load_trained(
     if target.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; remove it, or use cpu")
     try:
-        option = without_weights(components.build("model", card.model))
+        option = without_weights(components.build_stored("model", card.model))
         if module is not None:
             from lockstep.training.objects import with_module  # few models are objects of a program
 
@@ -105,7 +105,7 @@ def find_weights(path: str | Path, key: str = KEY) -> Path:
 
 def _precision(card: ModelCard, device: torch.device) -> Precision:
     """The precision of the card, or float32 if the device lacks it and the weights are float32."""
-    precision: Precision = components.build("precision", card.precision)
+    precision: Precision = components.build_stored("precision", card.precision)
     try:
         precision.check(device.type)
     except InputError as error:

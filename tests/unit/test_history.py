@@ -1,0 +1,137 @@
+"""Keys of earlier versions: an old name is read with a note, and a newer key changes nothing in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers import ROOT, created
+from lockstep.config import components, composition
+from lockstep.config.history import present_key, present_values, present_words
+from lockstep.config.schema import TrainBlock
+from lockstep.core import log
+from lockstep.core.fields import former_names, ranged, values_before, with_history
+from lockstep.core.run_dir import RunDir
+from lockstep.inference.evaluate import data_of
+from lockstep.models.nets import DigitNet, Network
+from lockstep.optim.optimizers import AdamW
+from lockstep.records.ledger import Ledger
+from lockstep.records.runs import read_runs, settings
+from lockstep.training.resolved_job import describe
+
+VERSIONS = sorted((ROOT / "tests" / "data").iterdir())
+
+
+@pytest.fixture
+def renamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A key of an option and one of a block have had other names; the notes that are shown."""
+    notes: list[str] = []
+    for cls, key, names in ((AdamW, "lr", ("rate",)), (TrainBlock, "mixup", ("mix",))):
+        field = cls.__dataclass_fields__[key]
+        changed: Any = with_history(dataclasses.field(), names=names)
+        monkeypatch.setattr(field, "metadata", {**field.metadata, **changed.metadata})
+    monkeypatch.setattr(log, "note", notes.append)
+    return notes
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the files of a version, as the current folder."""
+    copy = Path(shutil.copytree(request.param, tmp_path / "files"))
+    monkeypatch.chdir(copy)
+    return copy
+
+
+def replace_in(folder: Path, old: str, new: str) -> None:
+    for path in (path for path in folder.rglob("*") if path.suffix in (".yaml", ".json", ".txt")):
+        if "checkpoints" not in path.parts:
+            path.write_text(path.read_text().replace(old, new))
+
+
+def test_a_field_has_its_history_and_its_rule() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Part:
+        rate: float = with_history(ranged(0.5, least=0, most=1), names=("lr", "step"), before=0.1)
+        other: int = 3
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Derived(Part):
+        rate: float = 0.7
+
+    assert former_names(Derived) == {"lr": "rate", "step": "rate"}
+    assert values_before(Derived) == {"rate": 0.1}
+    assert (Part().rate, Derived().rate) == (0.5, 0.7)
+
+
+def test_an_old_name_becomes_the_present_one_with_a_note(renamed: list[str]) -> None:
+    words = ["optimizer.rate=8", "+train.mix=0.1", "train.mixup=0.2", "~optimizer.rate", "model=digitnet", "-m"]
+    present = ["optimizer.lr=8", "+train.mixup=0.1", "train.mixup=0.2", "~optimizer.lr", "model=digitnet", "-m"]
+    assert present_words(words) == composition.typed_words(words[:0]) + present
+    assert renamed[0] == "optimizer.rate is now optimizer.lr, and goes with Lockstep 2.0"
+    assert len(renamed) == 3
+    assert present_key("metric.mine.channels") == "metric.mine.channels"
+    stored = {"optimizer": {"_target_": "x", "rate": 8}, "train": {"mix": 0.1}, "epochs": 3}
+    assert present_values(stored) == {"optimizer": {"_target_": "x", "lr": 8}, "train": {"mixup": 0.1}, "epochs": 3}
+
+
+def test_a_run_with_an_old_name_is_resumed_evaluated_and_compared(renamed: list[str], folder: Path) -> None:
+    replace_in(folder, "optimizer.lr", "optimizer.rate")
+    replace_in(folder, "  lr: 0.01", "  rate: 0.01")
+    assert "rate: 0.01" in (folder / "run" / "config.yaml").read_text()
+    old, new = (settings(read_runs(path)[0]) for path in (folder / "run", VERSIONS[-1] / "run"))
+    assert old == new
+    with composition.composing():
+        assert data_of(RunDir(folder / "run"), ("dataset.path=photos",)).path == "photos"
+    run, job = created("resume=run", "steps=16", "output_root=outputs")
+    assert (job.optimizer.lr, job.steps) == (0.01, 16)
+    assert {*renamed[:2]} == {"optimizer.rate is now optimizer.lr, and goes with Lockstep 2.0"}
+    assert "optimizer.lr=0.01" in run.overrides.read_text()
+
+
+def test_the_identity_in_a_checkpoint_is_the_same_in_each_version() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Net:
+        width: int = 4
+        slope: float = with_history(0.0, names=("leak", "alpha"), before=0.1)
+
+    assert describe(Net(width=8, slope=0.2)) == "Net(width=8, slope=0.2)"
+    assert describe(Net(width=8, slope=0.2), lasting=True) == "Net(width=8, leak=0.2)"
+    assert describe(Net(slope=0.1), lasting=True) == describe(Net()) == "Net()"
+
+
+def test_a_sweep_with_an_old_name_is_the_same_sweep(renamed: list[str], folder: Path) -> None:
+    ledger = Ledger(folder / "sweep")
+    before, records = ledger.identity(), ledger.records()
+    replace_in(folder, "train.ema", "train.average")
+    field = TrainBlock.__dataclass_fields__["ema"]
+    field.metadata = {**field.metadata, **with_history(dataclasses.field(), names=("average",)).metadata}
+    replace_in(folder, '"ema": 0.9', '"average": 0.9')
+    assert ledger.identity() == before
+    assert ledger.records() == records
+
+
+def test_a_key_that_is_newer_than_a_run_does_what_the_run_did(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, old in (("dropout", 0.25), ("grad_checkpointing", True)):
+        for cls in (DigitNet, Network):
+            if (field := cls.__dataclass_fields__.get(key)) is not None:
+                changed = with_history(dataclasses.field(), before=old).metadata
+                monkeypatch.setattr(field, "metadata", {**field.metadata, **changed})
+    for file in ("config.yaml", ".hydra/config.yaml"):
+        path = folder / "run" / file
+        values = yaml.safe_load(path.read_text())
+        del values["model"]["dropout"], values["model"]["grad_checkpointing"]
+        path.write_text(yaml.safe_dump(values))
+    node = yaml.safe_load((folder / "run" / "config.yaml").read_text())["model"]
+    of_file = components.build_stored("model", node)
+    assert (of_file.dropout, of_file.grad_checkpointing) == (0.25, True)
+    copy = shutil.copytree(folder / "run", folder / "copy")
+    for _ in range(2):  # also when the folder has been written again
+        _, job = created("resume=run", "steps=16", "output_root=outputs")
+        assert (job.model.dropout, job.model.grad_checkpointing) == (0.25, True)
+    _, job = created(f"resume={copy}", "steps=16", "model.grad_checkpointing=false", "output_root=outputs")
+    assert (job.model.dropout, job.model.grad_checkpointing) == (0.25, False)
