@@ -13,6 +13,7 @@ from lockstep.core.launch_env import launched_place
 from lockstep.core.model import best_classes, head_layers, log_odds, model_mode, within
 from lockstep.core.model_card import SOFTMAX
 from lockstep.core.plan import Averaging, at_step, make_plan
+from lockstep.core.run_dir import NAME_LIMIT, slug
 from lockstep.core.tags import TOP1, TOP5, VAL_TOP5, telling
 from lockstep.launcher.elastic import MOST_NODES, NODES, Elastic
 from lockstep.models.nets import check_side
@@ -117,6 +118,19 @@ def test_mistakes_of_a_kind_are_told_one_by_one_up_to_the_most(number: int) -> N
     sentences = [f"mistake {at}" for at in range(number)]
     more = number - MOST_ALIKE
     assert first_of(sentences) == [*sentences[:MOST_ALIKE], *([f"and {more} more"] if more > 0 else [])]
+
+
+def test_a_folder_name_is_cut_behind_the_most_bytes_and_then_has_a_hash_of_the_text() -> None:
+    names = {
+        number: slug("é" * (number // 2) + "x" * (number % 2)) for number in range(NAME_LIMIT - 1, NAME_LIMIT + 3)
+    }
+    whole = [number for number, name in names.items() if len(name.encode()) == number]
+    assert whole == [NAME_LIMIT - 1, NAME_LIMIT]
+    assert all(len(name.encode()) <= NAME_LIMIT for name in names.values())
+    assert slug("x" * NAME_LIMIT) == "x" * NAME_LIMIT
+    longer = {slug("x" * NAME_LIMIT + end) for end in "ab"}
+    assert len(longer) == 2
+    assert {name[: NAME_LIMIT - 9] for name in longer} == {"x" * (NAME_LIMIT - 9)}
 
 
 def test_a_value_is_cut_behind_the_most_characters() -> None:
