@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,16 @@ from lockstep.core.model import best_classes, head_layers, log_odds, model_mode,
 from lockstep.core.model_card import SOFTMAX
 from lockstep.core.plan import Averaging, at_step, make_plan
 from lockstep.core.run_dir import NAME_LIMIT, slug
+from lockstep.core.safe_read import (
+    DEPTH,
+    MOST_BYTES,
+    WHOLE,
+    UnreadableFile,
+    check_size,
+    checked,
+    read_json,
+    read_yaml,
+)
 from lockstep.core.tags import TOP1, TOP5, VAL_TOP5, telling
 from lockstep.launcher.elastic import MOST_NODES, NODES, Elastic
 from lockstep.models.nets import check_side
@@ -131,6 +142,27 @@ def test_a_folder_name_is_cut_behind_the_most_bytes_and_then_has_a_hash_of_the_t
     longer = {slug("x" * NAME_LIMIT + end) for end in "ab"}
     assert len(longer) == 2
     assert {name[: NAME_LIMIT - 9] for name in longer} == {"x" * (NAME_LIMIT - 9)}
+
+
+@pytest.mark.parametrize("reader", [read_json, read_yaml])
+def test_lists_are_read_as_many_levels_deep_as_may_be(reader: Any, tmp_path: Path) -> None:
+    for levels in (DEPTH - 1, DEPTH, DEPTH + 1):
+        (file := tmp_path / "file").write_text("[" * levels + "]" * levels)
+        if levels <= DEPTH:
+            assert isinstance(reader(file), list)
+        else:
+            with pytest.raises(UnreadableFile, match="it is too deep"):
+                reader(file)
+
+
+def test_as_many_bytes_as_may_be_are_decoded_and_as_large_whole_numbers_read() -> None:
+    check_size(MOST_BYTES)
+    with pytest.raises(ValueError, match=f"it has {MOST_BYTES + 1:,} bytes, expected at most {MOST_BYTES:,}$"):
+        check_size(MOST_BYTES + 1)
+    assert [checked(number) for number in (-WHOLE, WHOLE - 1)] == [-WHOLE, WHOLE - 1]
+    for number in (-WHOLE - 1, WHOLE):
+        with pytest.raises(ValueError, match="neither a number nor a text"):
+            checked(number)
 
 
 def test_a_value_is_cut_behind_the_most_characters() -> None:
