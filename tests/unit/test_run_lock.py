@@ -1,8 +1,10 @@
 """The lock on a run folder: at most one process holds it, and a dead process does not."""
 
 import fcntl
+import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -137,3 +139,14 @@ def test_a_lock_of_another_program_is_refused_and_stays(path: Path, content: str
     with closing(Lock()) as lock, pytest.raises(InputError, match="a file of another program"):
         lock.take(path)
     assert path.read_text() == content
+
+
+def test_the_lock_of_a_job_that_was_killed_says_who_holds_it_now_and_nothing_else(path: Path) -> None:
+    earlier = {"pid": 4_194_303, "host": "h" * 64, "since": "2024-01-01 00:00:00"}
+    path.write_text(json.dumps(earlier) + "\n")
+    with closing(Lock()) as lock:
+        lock.take(path)
+        holder = json.loads(path.read_text())
+        assert (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
+        assert holder.keys() == earlier.keys()
+    assert not path.exists()
