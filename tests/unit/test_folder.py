@@ -229,3 +229,23 @@ def test_names_that_run_into_each_other_are_other_data() -> None:
     assert of_many[0] != of_many[1]
     members = [Files(Path, np.arange(2), own, ("x", "y"), "shards").fingerprint() for own in (labels, 1 - labels)]
     assert members[0] != members[1]
+
+
+@pytest.mark.parametrize(
+    ("folders", "test_folder", "expected"),
+    [
+        ("train val", None, ("val", None)),
+        ("train val test", "test", ("val", None)),
+        ("train val test", "val", ("test", None)),
+        ("train val", "val", ("none", 0.1)),
+        ("train test", "test", ("none", 0.1)),
+        ("train", None, ("none", 0.1)),
+    ],
+)
+def test_the_folder_to_test_on_is_not_the_one_that_is_evaluated(
+    tmp_path: Path, folders: str, test_folder: str | None, expected: tuple[str, float | None]
+) -> None:
+    for name in folders.split():
+        (tmp_path / name / "a").mkdir(parents=True)
+    located = Folder(path=str(tmp_path), test_folder=test_folder).located()
+    assert (located.train_folder, (located.val_folder, located.val_share)) == ("train", expected)

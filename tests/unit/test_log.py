@@ -28,7 +28,7 @@ from lockstep.core.errors import (
 )
 from lockstep.core.figures import csv_row
 from lockstep.core.run_dir import RunDir
-from lockstep.core.table import Column, column_of_settings, show_table
+from lockstep.core.table import Column, column_of_settings, shortened, show_table
 from lockstep.runtime import program
 
 
@@ -222,3 +222,18 @@ def test_no_cell_is_a_formula(begin: str) -> None:
 def test_a_table_shows_a_key_without_a_value_as_none_but_beside_the_option_none_as_it_is(unset: str) -> None:
     assert column_of_settings("metric", [unset, "[auroc]"]).cells == ["none", "[auroc]"]
     assert column_of_settings("augment", [unset, "none"]).cells == [unset, "none"]
+
+
+@pytest.mark.parametrize(
+    ("text", "digits", "expected"),
+    [
+        ("lr=0.004043878", 3, "lr=0.00404"),
+        ("lr=0.0000123", 3, "lr=0.0000123"),
+        ("lr=0.00001234", 3, "lr=1.23e-05"),
+        ("lr=0.0000123", 2, "lr=1.2e-05"),
+        ("a=12.30 b=1234.5", 3, "a=12.30 b=1234"),
+        ("a=999.5 b=999.4 c=1.2e-07 v1.234.5", 3, "a=1000 b=999 c=1.2e-07 v1.234.5"),
+    ],
+)
+def test_fractions_of_exactly_the_digits_stay_as_they_are(text: str, digits: int, expected: str) -> None:
+    assert shortened(text, digits) == expected

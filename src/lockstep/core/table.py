@@ -74,7 +74,7 @@ def shortened(text: str, digits: int = 3) -> str:
 
     def short(match: re.Match[str]) -> str:
         value, significant = float(match[0]), re.sub(r"e.*|\.", "", match[0]).strip("0")
-        rounded = f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+        rounded = f"{value:.0f}" if value >= 10**digits - 0.5 else f"{value:.{digits}g}"
         return rounded if len(significant) > digits else match[0]
 
     return _FRACTION.sub(short, text)
