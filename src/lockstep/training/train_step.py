@@ -52,13 +52,10 @@ class StepListener:
 
 def factor_at(schedule: Schedule, step: int, plan: Plan, scores: Sequence[tuple[int, float]]) -> float:
     """The factor of a schedule, which may be the user's. Raises InputError if it is no finite number from 0 on."""
-    factor = schedule.factor(step, plan, scores)
-    if not isinstance(factor, Real | Tensor) or not 0 <= factor < math.inf:
-        raise InputError(
-            f"the schedule {type(schedule).__name__} gives step {step:,} the factor {shown(factor)}, expected a "
-            "number of 0 or more"
-        )
-    return factor
+    name, factor = type(schedule).__name__, schedule.factor(step, plan, scores)
+    if isinstance(factor, Real | Tensor) and 0 <= factor < math.inf:
+        return factor
+    raise InputError(f"the schedule {name} gives step {step} the factor {shown(factor)}, expected a number from 0 on")
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
