@@ -811,7 +811,7 @@ def test_the_largest_parts_of_the_time_are_shown_first_down_to_one_percent(tmp_p
     time = {"data": 0.01, "forward": 0.6, "checkpoint": 0.0099, "step": 0.3801}
     RunDir(run(tmp_path / "a", score=1.0)).write_summary(time=time)
     listing()(tmp_path / "a")
-    assert "time  forward 60%, step 38%, waiting for data 1%\n" in table(capsys)
+    assert "time  forward 60 %, step 38 %, waiting for data 1 %\n" in table(capsys)
 
 
 def test_a_score_from_1_on_has_two_digits_behind_the_point() -> None:
