@@ -12,10 +12,14 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import signatures
 from lockstep.cli.arguments import parsers
+from lockstep.config.options import classes_of
+from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.errors import LockstepError
+from lockstep.core.fields import former_names
 
 HEADER = (
     "# The public names of Lockstep, written by docs/reference.py. CONTRIBUTING.md says when a line may change.\n"
@@ -40,6 +44,16 @@ def extended(released: str, names: Iterable[str]) -> str:
             change = f"means now {namesakes[0]!r}" if namesakes else "is gone"
             raise SystemExit(f"{line!r} is public, and {change}; {ADVICE}")
     return HEADER + "".join(f"{line}\n" for line in lines)
+
+
+def former_keys() -> Iterator[str]:
+    """The old names of keys (`with_history` at the field), which work until the next major version."""
+    blocks: dict[str, type[Any]] = {"": Job, **{f"{name}.": cls for name, cls in BLOCKS.items()}}
+    options = ((f"{group}={name} ", cls) for group in GROUPS for name, cls in classes_of(group).items())
+    ours = ((place, cls) for place, cls in options if cls.__module__.startswith("lockstep."))
+    for place, cls in [*blocks.items(), *ours]:
+        for old, new in former_names(cls).items():
+            yield f"key {place}{old}: is now {place}{new}"
 
 
 def command_lines() -> Iterator[str]:

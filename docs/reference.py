@@ -102,6 +102,7 @@ def generated(root: Path) -> dict[Path, str]:
     public_names = [
         *key_lines("", [Option("", "", job)]),
         *(line for group, options in groups.items() for line in key_lines(group, options)),
+        *public.former_keys(),
         *public.command_lines(),
         *public.exit_codes(),
         *public.python_lines(interface.read_text()),

@@ -1,5 +1,7 @@
 """The list of public names only grows: a user's commands, configs and code of 1.0 work in each later 1.x."""
 
+import dataclasses
+
 import pytest
 
 import lockstep
@@ -7,6 +9,7 @@ import public
 from helpers import ROOT
 from lockstep.config.options import classes_of
 from lockstep.config.schema import GROUPS
+from lockstep.core.fields import ranged, with_history
 
 LIST = (ROOT / "tests" / "public.txt").read_text()
 LINES = LIST.removeprefix(public.HEADER).splitlines()
@@ -42,6 +45,18 @@ def test_a_deprecated_name_stays_in_the_list_until_it_is_taken_out() -> None:
     assert public.extended(deprecated, ["key old: is now new", "key new: int = 1"]) == deprecated
     with pytest.raises(SystemExit, match="'key old: is now new' is public, and is gone"):
         public.extended(deprecated, ["key new: int = 1"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    rate: float = with_history(ranged(0.1, above=0, most=1), names=("lr",))
+
+
+def test_a_key_that_has_an_old_name_need_not_be_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public, "BLOCKS", {"train": Rates})
+    names = ["key train.rate: float in (0, 1] = 0.1", *public.former_keys()]
+    assert names[-1] == "key train.lr: is now train.rate"
+    assert public.extended("key train.lr: float in (0, 1] = 0.1\n", names).splitlines()[1:] == names
 
 
 def test_a_new_public_name_is_added_in_its_place() -> None:
