@@ -134,9 +134,9 @@ def test_a_layer_of_exactly_the_large_size_is_gathered_on_its_own() -> None:
 @pytest.mark.parametrize(
     ("size", "micro_batches", "says"),
     [
-        (2, 3, "waits 25% of a step for the others; train.micro_batches=8 leaves 11%"),
+        (2, 3, "waits 25 % of a step for the others; train.micro_batches=8 leaves 11 %"),
         (2, 4, ""),
-        (3, 5, "waits 29% of a step for the others; train.micro_batches=12 leaves 14%"),
+        (3, 5, "waits 29 % of a step for the others; train.micro_batches=12 leaves 14 %"),
         (3, 6, ""),
     ],
 )
