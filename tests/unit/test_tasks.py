@@ -192,10 +192,10 @@ def test_a_teacher_that_does_not_fit_is_refused(
 
 def test_a_probability_of_a_half_is_no_label_in_the_scores_and_in_the_prediction(monkeypatch: Any) -> None:
     outputs = torch.tensor([[0.0, 1.0], [0.0, -1.0]])
-    labels = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    labels = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     chosen = {"recall": metrics.Recall(average="none"), "subset": metrics.SubsetAccuracy()}
     scored = scores_of(1, chosen, outputs, labels, "sigmoid", "labels", monkeypatch)
-    assert scored == {"recall/0": 0.0, "recall/1": 1.0, "subset": 0.5}
+    assert scored == {"recall/0": 0.0, "recall/1": 1.0, "subset": 0.0}
     assert Multilabel().predict(outputs).tolist() == [[False, True], [False, False]]
 
 
