@@ -347,9 +347,9 @@ optim/muon.py: biases of all layers have the same rate under layer decay [rates_
 optim/optimizers.py: a head's rate switches layer decay off [rates_of_groups]
 - scales |= dict.fromkeys(head, self.head_lr / self.rate)
 + scales = dict.fromkeys(head, self.head_lr / self.rate)
-optim/schedule.py: an evaluation at the end of a part counts in the next one [schedule]
-- if at > begin]
-+ if at >= begin]
+training/run_record.py: a resume forgets the hours that were spent [records_of_resumes]
+- spent["hours"] = spent.get("hours", 0.0) + (
++ spent["hours"] = (
 strategy/ddp.py: accelerate waits for the gradients of frozen layers [options_of_strategies]
 - return replace(self, find_unused_parameters=True)
 + return self
