@@ -153,9 +153,9 @@ def test_every_mode_in_every_format_is_the_picture_that_pillow_shows(tmp_path: P
     image = with_alpha(mode) if mode in ("LA", "PA", "RGBA") else COLOURS.convert(mode)
     try:
         image.save(tmp_path / "image", format)
+        expected = by_pillow(tmp_path / "image")
     except (OSError, ValueError):
-        pytest.skip(f"Pillow writes no {format} of {mode}")
-    expected = by_pillow(tmp_path / "image")
+        pytest.skip(f"Pillow writes or reads no {format} of {mode}")
     assert torch.equal(read(tmp_path / "image"), expected)
     assert all(torch.equal(pixels, expected) for pixels in ways(tmp_path / "image").values())
 
