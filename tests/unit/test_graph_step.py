@@ -15,7 +15,7 @@ from helpers import losses, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.models.nets import MaxPoolTo
 from lockstep.training import experiment, graph_step, train_step
-from lockstep.training.graph_step import REPLAYS_AHEAD, CudaGraph, GraphStep, reading_rates
+from lockstep.training.graph_step import CudaGraph, GraphStep, reading_rates
 from lockstep.training.train_step import set_learning_rate
 from tape import Tape
 
@@ -123,11 +123,10 @@ class Cuda:
     """What `CudaGraph` calls of `torch.cuda`. A recording that fails ends as torch's C++ code ends it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current, self.pools, self.random_state, self.events = "default", list[Any](), "idle", list[str]()
+        self.current, self.pools, self.random_state = "default", list[Any](), "idle"
         fakes: dict[str, Any] = {
             "CUDAGraph": lambda: self,
             "Stream": lambda: "capture",
-            "Event": lambda blocking: self.event(f"step {self.events.count('replay')}"),
             "current_device": lambda: 0,
             "current_stream": lambda: self.current,
             "set_stream": lambda stream: setattr(self, "current", stream),
@@ -172,12 +171,6 @@ class Cuda:
         self.random_state = "idle"
         self.pools.clear()
 
-    def replay(self) -> None:
-        self.events.append("replay")
-
-    def event(self, name: str) -> Any:
-        return SimpleNamespace(record=lambda: None, synchronize=lambda: self.events.append(name))
-
     @property
     def state(self) -> tuple[Any, ...]:
         return self.current, [*self.pools], self.random_state
@@ -192,10 +185,3 @@ def test_the_process_is_as_before_after_a_recording_and_after_one_that_fails(mon
         CudaGraph().record(cuda.waits)
     assert "not permitted" in str(caught.value.__context__)
     assert cuda.state == before
-
-
-def test_no_more_replays_than_a_few_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, graph = Cuda(monkeypatch), CudaGraph()
-    for _ in range(REPLAYS_AHEAD + 2):
-        graph.replay()
-    assert cuda.events == [*["replay"] * REPLAYS_AHEAD, "step 1", "replay", "step 2", "replay"]

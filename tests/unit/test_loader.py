@@ -5,8 +5,10 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.loading.loaders import Auto, Resident, Streaming
+from lockstep.data.loading.loaders import BATCHES_AHEAD, Auto, Resident, Streaming
 from lockstep.data.loading.reading import decode_all, read_images, sample, workers_needed
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader
 from lockstep.data.transforms.crops import RandomResizedCrop
@@ -249,6 +251,31 @@ def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, mon
     assert Resident().held_gb(task(folder, world(0, 2))) == 0.25  # one copy for both ranks
     assert Auto().held_gb(task(folder, world(0, 2))) == 0.25
     assert Auto(workers=3).held_gb(task(folder)) == Streaming().held_gb(task(folder)) == 0
+
+
+def test_few_batches_on_a_gpu_wait_for_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, events, numbers = Digits().train(), list[str](), itertools.count()
+
+    def event(blocking: bool = False) -> Any:
+        number = next(numbers)
+        return SimpleNamespace(record=lambda stream: None, synchronize=lambda: events.append(f"batch {number} begun"))
+
+    def copied(image: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        events.append("copy")
+        return image
+
+    stream = SimpleNamespace(record_event=lambda: None, wait_event=lambda event: None)
+    fakes = {"Event": event, "Stream": lambda device: stream, "current_stream": lambda device: stream}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda image: image)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda image, stream: None)
+    monkeypatch.setattr(torch.Tensor, "to", copied)
+    read = Streaming(workers=0).feed(train, World.solo("cuda:7"))
+    assert len(list(read((0, torch.arange(4)) for _ in range(BATCHES_AHEAD + 3)))) == BATCHES_AHEAD + 3
+    # A batch is copied while the one before it is handed over.
+    assert events == ["copy"] * (BATCHES_AHEAD + 1) + ["batch 0 begun", "copy", "batch 1 begun", "copy"]
 
 
 @pytest.mark.parametrize(("free_gb", "steps"), [(160, 43), (80, 33), (8, 3), (0.1, 1)])

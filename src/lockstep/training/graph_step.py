@@ -6,7 +6,6 @@ where Python computed them. So the examples of a step are copied to the addresse
 rates are tensors.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,9 +22,6 @@ from lockstep.training.train_step import StepListener, TrainStep
 
 # Passes before a recording, as torch's notes on CUDA graphs advise: libraries allocate and choose kernels in them.
 WARM_UP_PASSES = 3
-# Replays that may wait for the device. CUDA has the host wait after about a thousand launches; a replay is a single
-# one, and the images of each step stay in memory until it is done.
-REPLAYS_AHEAD = 8
 
 
 class CudaGraph:
@@ -33,7 +29,6 @@ class CudaGraph:
 
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        self.replayed: deque[torch.cuda.Event] = deque()  # the ends of the last replays
 
     def warm_up(self, function: Callable[[], None]) -> None:
         """Call a function on a separate stream, as a recording does."""
@@ -69,13 +64,8 @@ class CudaGraph:
             raise
 
     def replay(self) -> None:
-        """Launch the kernels, once at most `REPLAYS_AHEAD - 1` earlier replays are not done."""
-        if len(self.replayed) == REPLAYS_AHEAD:
-            self.replayed.popleft().synchronize()
+        """Launch the kernels."""
         self.graph.replay()
-        end = torch.cuda.Event(blocking=True)  # who waits for it sleeps, and leaves the core to the loader
-        end.record()
-        self.replayed.append(end)
 
 
 # The inputs of a micro-batch's forward pass and loss: the replica's inputs, then targets and labels.

@@ -31,6 +31,9 @@ STRIDE_VALUES, STRIDE_VALUES_GPU = 2**20, 2**28
 BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 # One stream for all copies to a GPU: its allocator keeps freed memory for the stream that it was allocated on.
 copy_stream_of = cache(lambda device: torch.cuda.Stream(device))
+# Batches on a GPU that wait for their steps. CUDA has the host wait after about a thousand launches, and a replayed
+# graph is a single one; the images of each batch stay in memory until its step is done.
+BATCHES_AHEAD = 8
 
 
 @option("loader")
@@ -171,21 +174,29 @@ def read_once(split: Split, world: World) -> ImageReader:
 
 
 def _on_device(results: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
-    """Move images to a GPU on a separate stream, one batch ahead: the next while the step works on this one."""
+    """Move images to a GPU on a separate stream, one batch ahead: the next while the step works on this one.
+
+    The host waits before it copies a batch while `BATCHES_AHEAD` earlier ones wait for their steps.
+    """
     if device.type != "cuda":
         yield from results
         return
     copy_stream = copy_stream_of(device)
     pending: deque[tuple[Tensor, torch.cuda.Event, Broken]] = deque()
+    begun: deque[torch.cuda.Event] = deque()  # for each batch, when the steps before it are done
 
     def oldest() -> ReadResult:
         images, copied, broken = pending.popleft()
         step_stream = torch.cuda.current_stream(device)
+        begun.append(torch.cuda.Event(blocking=True))  # who waits for it sleeps, and leaves the core to the workers
+        begun[-1].record(step_stream)
         step_stream.wait_event(copied)
         images.record_stream(step_stream)  # do not reuse the memory before the step is done with it
         return images, broken
 
     for pinned, broken in results:
+        if len(begun) == BATCHES_AHEAD:
+            begun.popleft().synchronize()
         with torch.cuda.stream(copy_stream):
             images = pinned.to(device, non_blocking=True)
         pending.append((images, copy_stream.record_event(), broken))
