@@ -6,7 +6,7 @@ Only the times of `frameworks` are measured elsewhere; docs/evidence/benchmarks.
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ from lockstep.strategy.zero import assign
 from ranks import examples, on_ranks
 
 HERE = Path(__file__).parent
-PERFORMANCE = HERE.parent / "evidence" / "benchmarks.md"
+MEASURED = HERE.parent / "evidence" / "figures.json"
 COLOURS = ("#33658a", "#f26419", "#55a630", "#9d4edd", "#f6ae2d", "#7d8597")
 MIB = 2**20
 
@@ -157,12 +157,11 @@ def precision(axes: Axes) -> None:
 
 
 def frameworks(axes: Axes) -> None:
-    """Time of an epoch, as times the plain loop's, from the table of docs/evidence/benchmarks.md."""
-    times = {"plain loop": 1.0}
-    for name in ("Lockstep", "Accelerate", "HF Trainer", "Lightning,"):
-        row = re.search(rf"^\| \**{name}.*\|([^|]+)\|([^|]+)\|$", PERFORMANCE.read_text(), re.MULTILINE)
-        assert row is not None, f"docs/evidence/benchmarks.md has no row of {name}"
-        times[name.rstrip(",")] = float(re.findall(r"\d+\.\d+", row[2])[0])
+    """Time of an epoch, as times the plain loop's: the figures of benchmarks/evidence.py, without logging for two."""
+    measured = json.loads(MEASURED.read_text())["overhead"]["tables"]["us per step"]["linear, batch 64"]
+    names = {"plain loop": "bare", "Lockstep": "Lockstep", "Accelerate": "Accelerate"}
+    names |= {name: f"{name}, no logging" for name in ("HF Trainer", "Lightning")}
+    times = {name: measured[row] / measured["bare"] for name, row in names.items()}
     axes.barh(list(times), list(times.values()), color=COLOURS[0])
     axes.invert_yaxis()
     axes.set_xlabel("time of an epoch with a linear model, as times the plain loop's")

@@ -24,7 +24,6 @@ from lockstep.models.nets import sketch
 from lockstep.training.resolved_job import plan_of
 
 CONF = ROOT / "conf"
-REFERENCE = ROOT / "docs" / "configuration.md"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 HEADER = ("command", "reproduces", "expected", "wall clock", "hardware")
 EXAMPLES = {"MNIST": 60_000, "CIFAR10": 50_000, "Digits": 1_442, "ImageNet": 1_281_167}
@@ -89,10 +88,10 @@ def test_the_tutorial_begins_with_published_weights_and_its_offline_variant_with
     assert plan == its_plan
 
 
-def test_the_reference_names_every_file_of_a_run_folder() -> None:
+def test_the_page_of_the_formats_names_every_file_of_a_run_folder() -> None:
     source = (ROOT / "src" / "lockstep" / "core" / "run_dir.py").read_text()
     names = {name.rpartition("/")[2] for name in re.findall(r'\bPathBelow\("([^"]+)"\)', source)}
-    text = REFERENCE.read_text()
+    text = (ROOT / "docs" / "formats.md").read_text()
     assert names
     assert not {name for name in names if name not in text}
 

@@ -152,7 +152,7 @@ NORMED, PLAIN = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
         (FSDP(low_precision=True), PLAIN, 2, 1, ["norms and residuals in 16 bits"]),
         (Strict(), NORMED, 2, 2, ["one of 4 of the global batch"]),
         (Strict(), PLAIN, 2, 2, []),
-        (Pipeline(), PLAIN, 2, 1, ["each of 2 stages waits 50% of a step.* train.micro_batches=8 leaves 11%"]),
+        (Pipeline(), PLAIN, 2, 1, ["each of 2 stages waits 50 % of a step.* train.micro_batches=8 leaves 11 %"]),
         (Pipeline(), PLAIN, 2, 8, []),
         (Pipeline(), PLAIN, 1, 1, []),
     ],

@@ -52,9 +52,11 @@ class StepListener:
 
 def factor_at(schedule: Schedule, step: int, plan: Plan, scores: Sequence[tuple[int, float]]) -> float:
     """The factor of a schedule, which may be the user's. Raises InputError if it is no finite number from 0 on."""
-    name, factor = type(schedule).__name__, schedule.factor(step, plan, scores)
-    if isinstance(factor, Real | Tensor) and 0 <= factor < math.inf:
+    factor = schedule.factor(step, plan, scores)
+    is_number = type(factor) is float or isinstance(factor, Real | Tensor)  # the second is six calls
+    if is_number and 0 <= factor < math.inf:
         return factor
+    name = type(schedule).__name__
     raise InputError(f"the schedule {name} gives step {step} the factor {shown(factor)}, expected a number from 0 on")
 
 
