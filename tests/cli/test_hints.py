@@ -54,6 +54,8 @@ WORDS = {
     "hydra.sweeper.params.seed=1,2": "-m seed=1,2",
     "~seed": "",
     "~train.ema": "",
+    "~train.emma": "",
+    "~hydra.job.env_set.A": "",
     "~optimizer": "",
 }
 """Words with a mistake, and the words of the answer that work."""

@@ -82,6 +82,8 @@ def translate(error: BaseException) -> LockstepError | None:
     if isinstance(error, HydraException):
         if match := re.search(r"Sweeping over .*'\+*hydra\.sweeper\.params\.(.*)'", str(error)):
             return InputError(f"the values of a sweep are words of its line: -m {match[1]}")
+        if match := re.match(r"Could not delete from config\. .*'(.*)'", str(error)):  # in Hydra 1.3 also of a null
+            return InputError(f"{match[1]} has no such value that could go; remove ~{match[1]}")
         # Without the remedies of Hydra that need ++.
         return InputError(" ".join(re.split(r"To append to your|Or add a second \+", str(error))[0].split()))
     return out_of_memory(error)
