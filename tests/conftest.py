@@ -56,6 +56,12 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # else some libraries report leaks when the interpreter ends
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse an address in a test's name, which the workers of xdist would each have another of."""
+    if named := [item.nodeid for item in items if re.search(r"\bat 0x[0-9a-f]{6}", item.nodeid)]:
+        raise pytest.UsageError(f"a test is named after an object's address, give it `ids`: {named[0]}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for the temporary files of this process and all that it starts, which no other program uses."""

@@ -271,7 +271,7 @@ def test_without_verbose_a_run_prints_nothing(tmp_path: Path, ranks: str) -> Non
         ({"overrides": {"epochs": 2}}, "overrides is {'epochs': 2}, expected a list of words"),
         ({"model": DigitNet()}, "model=linear and an object both choose the model; remove one of them"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_a_wrong_object_is_refused(objects: dict[str, Any], sentence: str) -> None:
     with pytest.raises(lockstep.InputError, match=sentence):
