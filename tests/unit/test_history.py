@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from helpers import ROOT, created
-from lockstep.config import components, composition
+from lockstep.config import components, composition, options
 from lockstep.config.history import present_key, present_values, present_words
 from lockstep.config.schema import TrainBlock
 from lockstep.core import log
@@ -135,3 +135,16 @@ def test_a_key_that_is_newer_than_a_run_does_what_the_run_did(folder: Path, monk
         assert (job.model.dropout, job.model.grad_checkpointing) == (0.25, True)
     _, job = created(f"resume={copy}", "steps=16", "model.grad_checkpointing=false", "output_root=outputs")
     assert (job.model.dropout, job.model.grad_checkpointing) == (0.25, False)
+
+
+def test_only_modules_that_rename_keys_are_imported_for_a_key_that_no_option_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources = {"this": "slope: float = with_history(0.0, before=0.1)", "wave": 'with_history(1, names=("lr",))'}
+    imported = list[str]()
+    monkeypatch.setattr(options, "_sources", lambda group: sources)
+    monkeypatch.setattr("importlib.import_module", imported.append)
+    options.import_renamed.cache_clear()
+    assert present_key("model.size_of_mine") == "model.size_of_mine"
+    assert imported == ["wave"]
+    options.import_renamed.cache_clear()

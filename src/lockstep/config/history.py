@@ -16,13 +16,15 @@ from lockstep.core.fields import former_names, values_before
 
 
 def present_key(key: str) -> str:
-    """What a dotted key of a config is called now. Imports the options of a group only for a key that none has."""
+    """What a dotted key of a config is called now."""
     parts = key.split(".")
     place = 0 if len(parts) == 1 else 2 if parts[0] in MANY else 1  # of the name in the key
     if place >= len(parts) or (place and options.options_with(parts[0], parts[place])):
         return key
     classes = [Job] if place == 0 else [BLOCKS[parts[0]]] if parts[0] in BLOCKS else []
-    classes = [*options.classes_of(parts[0]).values()] if place and parts[0] in GROUPS else classes
+    if place and parts[0] in GROUPS:
+        options.import_renamed(parts[0])
+        classes = [*options.declared(parts[0]).values()]
     names = {old: new for cls in classes for old, new in former_names(cls).items()}
     return ".".join([*parts[:place], names.get(parts[place], parts[place]), *parts[place + 1 :]])
 

@@ -78,10 +78,15 @@ def name_from(class_name: str) -> str:
 def modules_of(group: str) -> dict[str, str]:
     """The module of each of our classes of a group, read from the sources: importing them all takes seconds."""
     declared_here = re.compile(rf'^@option\("{group}".*\)\nclass (\w+)', re.MULTILINE)
+    return {name: module for module, text in _sources(group).items() for name in declared_here.findall(text)}
+
+
+def _sources(group: str) -> dict[str, str]:
+    """The sources of a group's modules, by the names of the modules."""
     place = Path(__file__).parents[1].joinpath(*GROUPS[group].split(".")[1:])
     files = {GROUPS[group]: place.with_suffix(".py")} if not place.is_dir() else {}
     files |= {f"{GROUPS[group]}.{file.stem}": file for file in sorted(place.glob("*.py"))}
-    return {name: module for module, file in files.items() for name in declared_here.findall(file.read_text())}
+    return {module: file.read_text() for module, file in files.items()}
 
 
 def lazy_classes(group: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -204,6 +209,14 @@ def classes_of(group: str) -> dict[str, type[Any]]:
     for module in {*modules_of(group).values()}:
         importlib.import_module(module)
     return declared(group)
+
+
+@functools.cache
+def import_renamed(group: str) -> None:
+    """Import the modules of a group that give keys other names: `declared` then has all such classes."""
+    for module, text in _sources(group).items():
+        if re.search(r"with_history\(.*names=", text):
+            importlib.import_module(module)
 
 
 def option_name(cls: type[Any]) -> str:
