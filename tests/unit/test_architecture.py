@@ -55,7 +55,7 @@ ASKS_FOR_MAIN: dict[str, str] = {
 }
 
 # The lines of ours that an import of the training step may load.
-MOST_LINES_OF_STEP = 3330
+MOST_LINES_OF_STEP = 3_340
 # What the default job may load, and how many files its start may run.
 MOST_OF_JOB = {"modules": 127, "lines": 21_990, "files of its start": 97}
 
