@@ -29,7 +29,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
-from lockstep.core.run_dir import RunDir, slug
+from lockstep.core.run_dir import RunDir, relative, slug
 from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record, best_of, figure_of, score_text, swept_keys
@@ -367,7 +367,7 @@ def test_one_run_is_shown_with_its_config_scores_and_commands_to_use_it(judged_r
     listing("d")(judged_runs)
     shown = table(capsys)
     assert re.findall(r"^ +(\w+)  (\S.*)$", shown, re.MULTILINE) == [
-        ("run", f"{judged_runs}/d"),
+        ("run", str(relative(judged_runs / "d"))),
         ("state", "done, started 1970-01-01 00:00, took 1:15"),
         ("overrides", "model=d"),
         ("best", "map 0.9 at step 30"),
@@ -376,7 +376,7 @@ def test_one_run_is_shown_with_its_config_scores_and_commands_to_use_it(judged_r
         ("speed", "it is fast"),
     ]
     assert re.search(r"^model +d +digitnet$", shown, re.MULTILINE)
-    assert f"lockstep evaluate {judged_runs}/d\n" in shown
+    assert f"lockstep evaluate {relative(judged_runs / 'd')}\n" in shown
 
 
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None:
