@@ -6,6 +6,8 @@ import importlib.util
 import json
 import runpy
 import shutil
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from PIL import Image
 
 import lockstep
-from helpers import NARROW, Done, forked, train_here
+from helpers import NARROW, ROOT, Done, forked, train_here
 from lockstep.core.errors import InputError
 from lockstep.inference import export as exporting
 from lockstep.inference.predictor import load_predictor
@@ -77,6 +79,20 @@ def test_a_torch_program_of_pixels_from_0_to_1_needs_nothing_of_ours(place: Path
     difference = program.module()(images(5).float() / 255) - predictor.logits(images(5))
     assert difference.abs().max() <= 1e-4
     assert json.loads(texts["lockstep.json"])["input_shape"] == [1, 12, 12]
+
+
+@pytest.mark.parametrize("form", ["onnx", "torch"])
+def test_an_exported_model_does_not_say_where_the_sources_lie(place: Path, tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"model{exporting.EXPORT_FORMATS[form].suffix}"
+    exporting.export(str(place / "outputs" / "digits"), [], kind=form, pixels="uint8", out=str(file))
+    content = file.read_bytes()
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as zipped:
+            content = b"".join(map(zipped.read, zipped.namelist()))
+    assert b"lockstep" in content
+    assert [
+        path for path in (ROOT, sys.prefix, Path(torch.__file__).parent, place) if str(path).encode() in content
+    ] == []
 
 
 def test_preprocess_py_is_beside_a_model_of_photos_and_replaces_no_file_of_somebody_else(

@@ -229,10 +229,11 @@ def _is_summary(facts: Mapping[str, Any]) -> bool:
 
 def check_folder(folder: Path) -> None:
     """Refuse a run folder, a checkpoint or a sweep of a newer format. Who reads a damaged one says that it is."""
-    files = {FileFormat.run: "summary.json", FileFormat.checkpoint: MANIFEST, FileFormat.sweep: SWEEP}
-    for kind, name in files.items():
+    files = {FileFormat.run: RunDir(folder).summary, FileFormat.checkpoint: folder / MANIFEST}
+    files |= {FileFormat.sweep: folder / SWEEP}
+    for kind, file in files.items():
         with suppress(UnreadableFile):
-            check_format(kind, safe_read.read_json(folder / name), folder / name)
+            check_format(kind, safe_read.read_json(file), file)
 
 
 def relative(path: Path) -> Path:

@@ -139,6 +139,8 @@ class Format(NamedTuple):
 def _write_torch(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:
     dynamic = {INPUT: {0: torch.export.Dim(BATCH)}}
     program = torch.export.export(module, (example,), dynamic_shapes=dynamic)
+    for node in program.graph.nodes:  # where the sources lie on this machine is not for others
+        node.meta.pop("stack_trace", None)
     torch.export.save(program, path, extra_files={f"{key}.json": text for key, text in metadata.items()})
 
 
@@ -154,6 +156,8 @@ def _write_onnx(module: nn.Module, example: Tensor, metadata: dict[str, str], pa
         verbose=False,
     )
     assert program is not None
+    for node in program.model.graph.all_nodes():  # as above
+        node.metadata_props.clear()
     program.model.metadata_props.update(metadata)
     program.save(path, external_data=False)
 
