@@ -26,6 +26,7 @@ from lockstep.diagnostics import examination, inspection, settings
 from lockstep.diagnostics.doctor import Checkup
 from lockstep.diagnostics.inspection import Level
 from lockstep.diagnostics.settings import Gain
+from lockstep.diagnostics.verdict import WORTH
 
 JOB = ("device=cpu", "launcher.threads=1", "model=linear", "batch=4", "epochs=2")
 SIZE = "dataset.decode_size=16"
@@ -245,6 +246,10 @@ def test_what_is_wrong_with_a_job_is_told(
         (
             {"precision=fp32": Gain(8.0, 0.5), "launcher.threads=2": Gain(1.7, 0.9)},
             ["precision=fp32 8.00x +- 0.50 the images per second in 5 turns (another batch or precision: anot"],
+        ),
+        (
+            {"batch=8": Gain(WORTH, 0.05), "launcher.threads=2": Gain(WORTH - 0.001, 0.05)},
+            ["batch=8 1.10x +- 0.05 the images per second in 5 turns"],
         ),
         (
             {"batch=8": Gain(1.7, 0.9), "launcher.threads=2": Gain(1.05, 0.01)},

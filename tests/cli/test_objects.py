@@ -185,6 +185,14 @@ def test_rows_are_those_of_the_commands(one: dict[str, Any], monkeypatch: pytest
         (lockstep.runs(folder, sort="score"), ("runs", folder, "--sort", "score")),
         (lockstep.compare(first, second), ("compare", first, second)),
         (lockstep.compare(folder), ("compare", folder)),
+        (
+            lockstep.runs(folder, sort="loss", filters=["state=done", "steps=4"], columns=["loss"]),
+            ("runs", folder, "--sort", "loss", "--filter", "state=done", "--filter", "steps=4", "--columns", "loss"),
+        ),
+        (
+            lockstep.compare(folder, by=["model"], sort="loss", columns=["loss"]),
+            ("compare", folder, "--by", "model", "--sort", "loss", "--columns", "loss"),
+        ),
     ):
         assert rows == json.loads(forked("lockstep", *words, "--json").out)
         table = rows.to_pandas()

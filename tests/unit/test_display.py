@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,15 @@ from lockstep.core.tags import Monitor
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
 from lockstep.telemetry.display import Bar, Display, Lines, TimeLeft, display
-from lockstep.telemetry.progress import ALWAYS, FigureColumn, Work, format_duration, in_line, progress
+from lockstep.telemetry.progress import (
+    ALWAYS,
+    FigureColumn,
+    Work,
+    format_duration,
+    format_timestamp,
+    in_line,
+    progress,
+)
 from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
 from processes import wait_for
@@ -55,6 +64,17 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 120) -> Screenful:
 )
 def test_seconds_on_a_clock(seconds: float, expected: str) -> None:
     assert format_duration(seconds) == expected
+
+
+@pytest.mark.parametrize(("zone", "expected"), [("UTC0", "1970-01-01 12:00"), ("XYZ-5:30", "1970-01-01 17:30")])
+def test_a_time_is_in_the_zone_of_the_machine(zone: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert format_timestamp(43_200.0) == expected
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.CaptureFixture[str]) -> None:

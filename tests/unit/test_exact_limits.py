@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, InputError, first_of, shown
@@ -26,9 +28,13 @@ from lockstep.core.safe_read import (
     read_yaml,
 )
 from lockstep.core.tags import TOP1, TOP5, VAL_TOP5, telling
+from lockstep.data.datasets import Digits
+from lockstep.data.datasets.preprocess import preprocess
 from lockstep.launcher.elastic import MOST_NODES, NODES, Elastic
 from lockstep.models.nets import check_side
+from lockstep.runtime.commands import ending
 from lockstep.runtime.host import format_bytes
+from lockstep.runtime.program import LONGEST_LINE
 
 PLAN: dict[str, Any] = {"epochs": 1, "total_steps": None, "log_every": 1, "eval_every": 1, "save_every": 1}
 
@@ -197,3 +203,31 @@ def test_bytes_are_told_in_the_unit_that_they_fill() -> None:
     sizes = {99_999: "100 kB", 100_000: "0.1 MB", 9_999_999: "10.0 MB", 10_000_000: "10 MB"}
     sizes |= {999_999_999: "1000 MB", 1_000_000_000: "1.0 GB"}
     assert {size: format_bytes(size) for size in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "says"),
+    [
+        (1, "", "it ended with exit code 1"),
+        (-9, " \n--\n", "it ended with signal 9 (Killed)"),
+        (1, "Traceback:\nValueError: no\n    ^^^^\n", "ValueError: no"),
+        (2, "lockstep: the first\n  lockstep: the last\nnoise of a library\n", "the last"),
+        (2, f"lockstep: {'x' * LONGEST_LINE}", "x" * LONGEST_LINE),
+        (2, f"{'x' * LONGEST_LINE}y", "x" * LONGEST_LINE),
+    ],
+)
+def test_a_command_ended_with_its_last_sentence_or_last_line_with_words(code: int, err: str, says: str) -> None:
+    assert ending(code, err) == says
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_frame_has_the_pixels_nearest_to_the_means_also_in_an_exported_folder(channels: int) -> None:
+    shape = (channels, 3, 3)
+    for pixel in range(0, 256, 5):
+        means = tuple((pixel + off) / 255 for off in (-0.49, 0.0, 0.49)[:channels])
+        card = replace(Digits().preprocessing, image_shape=shape, input_shape=shape, mean=means, fit="pad")
+        assert card.fill == (pixel,) * channels
+        facts = {**vars(card), "eval_crop": 1.0, "interpolation": "bilinear"}
+        framed = preprocess(Image.new("RGB", (3, 1)), facts)
+        assert framed.shape == (1, *shape)
+        assert (framed[:, :, [0, 2]] == pixel).all()

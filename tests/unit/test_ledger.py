@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -580,6 +581,38 @@ def test_a_setting_is_judged_by_all_its_seeds_and_folds(
     better = sorted(order, key=order.__getitem__, reverse=True)[: 2 if len(order) > 2 else 1]
     assert {number for number in order if alive[number][0].state is State.done} == {*better}
     assert [record.number for record in ledger.records() if record.state is State.failed] == [*failed]
+
+
+@pytest.mark.parametrize(("settings", "seeds", "factor"), [(4, 1, 2), (4, 2, 2), (5, 3, 2), (9, 2, 3), (2, 4, 2)])
+def test_a_halving_knows_its_rounds_and_its_later_work_whatever_the_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: int, seeds: int, factor: int
+) -> None:
+    ledger, said, work = begun(tmp_path), list[tuple[float, float]](), list[float]()
+    names = [(f"lr={rate}", f"seed={seed}") for rate in range(settings) for seed in range(seeds)]
+    records = ledger.enter([(words, "a") for words in names])
+    for record in records:
+        (folder := ledger.folder / record.folder).mkdir()
+        (folder / "summary.json").write_text('{"steps": 99}')
+    view = SimpleNamespace(show=print, ended=lambda record: None)
+
+    def run(jobs: Sequence[SweepJob], enough: Any) -> None:
+        said.append((view.share, view.later))
+        work.append(len(jobs) * view.portion)
+        for job in jobs:
+            line = {"step": math.ceil(99 * view.share), "acc/val_top1": float(job.record.number // seeds)}
+            with (ledger.folder / job.record.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            state = State.done if view.share == 1 else State.waiting
+            ledger.end(job.record, state, objective=1.0 if view.share == 1 else None)
+
+    pool: Any = SimpleNamespace(ledger=ledger, view=view, run=run)
+    jobs = {record.number: SweepJob(record, Needs(), lambda: None, ()) for record in records}
+    search.halve(pool, records, jobs, factor)
+    rounds = math.floor(math.log(settings, factor) + 1e-9)
+    assert [share for share, _ in said] == [float(factor) ** -left for left in range(rounds, -1, -1)]
+    assert [later for _, later in said] == pytest.approx([sum(work[done + 1 :]) for done in range(len(work))])
+    unit, ahead = "jobs" if seeds == 1 else "settings", math.ceil(settings / factor)
+    assert f"{ahead} of {settings} {unit} continue after {100 * said[0][0]:.3g} % of" in capsys.readouterr().out
 
 
 class EndedPool:

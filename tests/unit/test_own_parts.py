@@ -141,6 +141,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda logits: logits[:, 0] * 0,
     "its own logits": lambda logits: logits.logsumexp(1).square(),
     "random numbers": lambda logits: torch.rand(len(logits)),
+    "what is below zero": lambda logits: -9 - logits.square().sum(1),
     "no half of a batch": lambda logits: logits.view(4, -1).sum(1),
     "what is no number": lambda logits: logits[:, 0].log(),
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,14 @@ from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.tags import TAGS, Figure, chosen_on_itself
+from lockstep.core.tags import TAGS, Figure, Monitor, chosen_on_itself
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record
-from lockstep.report.charts import CURVE_POINTS, _axis, charts, line_chart
+from lockstep.report.charts import CURVE_POINTS, MOST_CURVES, _axis, charts, line_chart
 from lockstep.report.listener import LONG_S, is_due
 from lockstep.report.report import report
 from lockstep.report.run_page import write_report
-from lockstep.report.sweep_page import _importance, write_sweep_report
+from lockstep.report.sweep_page import _curves, _importance, write_sweep_report
 from lockstep.telemetry import pictures
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7919 * 7907 }}$\\frac{&amp;\u202e日本語"
@@ -552,6 +553,18 @@ def test_a_chart_says_when_it_leaves_curves_out(number: int, title: str) -> None
     figures = [(step, {f"gpu/util/{gpu}": float(step) for gpu in range(number)}) for step in (1, 2)]
     ((shown, chart),) = charts(figures, {"GPU": [Figure("gpu/util/", "GPU", colour="")]})
     assert (shown, len(chart["curves"])) == (title, 20)
+
+
+@pytest.mark.parametrize("number", [MOST_CURVES - 1, MOST_CURVES, MOST_CURVES + 1])
+def test_a_sweep_says_when_the_curves_of_some_jobs_are_left_out(number: int) -> None:
+    records = [Record(number=n, overrides=(), folder="", objective=1.0) for n in range(number)]
+    points = [(1, 0.5), (2, 1.0)]
+    jobs: Any = dict.fromkeys(range(number), SimpleNamespace(monitor=Monitor(), series=lambda *tags: points))
+    ((title, chart),) = _curves(records, jobs, Monitor())
+    few = f" (the best {MOST_CURVES})" * (number > MOST_CURVES)
+    assert title == f"val top-1 of each job{few}"
+    labels = [curve["label"] for curve in chart["curves"]]
+    assert labels == ["best", *(f"job {n}" for n in range(1, min(number, MOST_CURVES)))]
 
 
 def test_a_key_counts_by_the_jobs_of_its_values_and_one_of_as_many_values_as_jobs_says_nothing() -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import lockstep
 from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
@@ -54,6 +55,23 @@ def test_folds_are_disjoint_complete_and_stratified(tmp_path: Path) -> None:
         assert not {train.name(n) for n in range(len(train))} & folds[fold]
         for label, size in enumerate((23, 7, 40)):
             assert abs(int((val.labels == label).sum()) - size / 5) < 1, "as in StratifiedKFold"
+
+
+def test_a_share_of_the_data_is_the_same_from_each_loader_whatever_was_listed_before(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, {"a": 40, "b": 20, "c": 8})
+    words = f"dataset=folder dataset.path={path} dataset.decode_size=4 dataset.val_share=0.25 augment=none".split()
+    words += ["model=linear", "device=cpu", "batch=4", "epochs=1", "optimizer=sgd"]
+
+    def trained_on(limit: float, *loader: str) -> torch.Tensor:
+        parts = lockstep.compose([*words, f"dataset.limit={limit}", *loader])
+        return torch.cat([images for _, images, _ in parts.batches()])
+
+    sizes = dict[float, int]()
+    for limit in (0.2, 1.0, 0.5, 0.2):  # of 30, 15 and 6
+        resident = trained_on(limit, "loader=resident")
+        assert torch.equal(resident, trained_on(limit, "loader=streaming", "loader.workers=0"))
+        sizes[limit] = len(resident)
+    assert sizes == {0.2: 6 + 3 + 1, 1.0: 51, 0.5: 15 + 8 + 3}
 
 
 def test_a_file_that_is_added_moves_few_others(tmp_path: Path) -> None:

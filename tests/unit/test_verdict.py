@@ -92,6 +92,15 @@ def test_a_larger_batch_is_advised_only_where_the_split_has_as_many_examples(exa
     assert item.state == ("worth trying" if examples >= 128 else "not applicable")
 
 
+@pytest.mark.parametrize(("gain", "named"), [(verdict.WORTH, True), (verdict.WORTH - 1e-9, False), (None, True)])
+def test_a_change_that_brings_a_tenth_is_worth_it(
+    gain: float | None, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdict.Advice(sentence="found", evidence="", gain=gain)
+    monkeypatch.setattr(verdict, "findings", lambda evidence: iter([found]))
+    assert (verdict.verdict(evidence()) is found) == named
+
+
 def test_of_several_findings_the_largest_gain_is_named() -> None:
     shares = {"data": 0.3, "evaluation": 0.2, "forward": 0.5}
     facts = evidence(shares=shares)
