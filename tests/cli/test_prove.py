@@ -108,8 +108,8 @@ def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -
 def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, result: RunResult) -> None:
     comparison = compare_results(case, result, REFERENCE)
     assert not comparison["passes"]
-    said = texts(json.loads(json.dumps(comparison, allow_nan=False)))
-    assert said != ["same", "same bits", "4 same"], "a NaN is not 0"
+    shown = texts(json.loads(json.dumps(comparison, allow_nan=False)))
+    assert shown != ["same", "same bits", "4 same"], "a NaN is not 0"
 
 
 def names_of(planned: list[Case]) -> list[str]:

@@ -587,7 +587,7 @@ def test_a_setting_is_judged_by_all_its_seeds_and_folds(
 def test_a_halving_knows_its_rounds_and_its_later_work_whatever_the_seeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: int, seeds: int, factor: int
 ) -> None:
-    ledger, said, work = begun(tmp_path), list[tuple[float, float]](), list[float]()
+    ledger, rounds_shown, work = begun(tmp_path), list[tuple[float, float]](), list[float]()
     names = [(f"lr={rate}", f"seed={seed}") for rate in range(settings) for seed in range(seeds)]
     records = ledger.enter([(words, "a") for words in names])
     for record in records:
@@ -596,7 +596,7 @@ def test_a_halving_knows_its_rounds_and_its_later_work_whatever_the_seeds(
     view = SimpleNamespace(show=print, ended=lambda record: None)
 
     def run(jobs: Sequence[SweepJob], enough: Any) -> None:
-        said.append((view.share, view.later))
+        rounds_shown.append((view.share, view.later))
         work.append(len(jobs) * view.portion)
         for job in jobs:
             line = {"step": math.ceil(99 * view.share), "acc/val_top1": float(job.record.number // seeds)}
@@ -609,10 +609,12 @@ def test_a_halving_knows_its_rounds_and_its_later_work_whatever_the_seeds(
     jobs = {record.number: SweepJob(record, Needs(), lambda: None, ()) for record in records}
     search.halve(pool, records, jobs, factor)
     rounds = math.floor(math.log(settings, factor) + 1e-9)
-    assert [share for share, _ in said] == [float(factor) ** -left for left in range(rounds, -1, -1)]
-    assert [later for _, later in said] == pytest.approx([sum(work[done + 1 :]) for done in range(len(work))])
+    assert [share for share, _ in rounds_shown] == [float(factor) ** -left for left in range(rounds, -1, -1)]
+    assert [later for _, later in rounds_shown] == pytest.approx([sum(work[done + 1 :]) for done in range(len(work))])
     unit, ahead = "jobs" if seeds == 1 else "settings", math.ceil(settings / factor)
-    assert f"{ahead} of {settings} {unit} continue after {100 * said[0][0]:.3g} % of" in capsys.readouterr().out
+    assert (
+        f"{ahead} of {settings} {unit} continue after {100 * rounds_shown[0][0]:.3g} % of" in capsys.readouterr().out
+    )
 
 
 class EndedPool:

@@ -96,9 +96,9 @@ def test_a_larger_batch_is_advised_only_where_the_split_has_as_many_examples(exa
 def test_a_change_that_brings_a_tenth_is_worth_it(
     gain: float | None, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = verdict.Advice(sentence="found", evidence="", gain=gain)
-    monkeypatch.setattr(verdict, "findings", lambda evidence: iter([found]))
-    assert (verdict.verdict(evidence()) is found) == named
+    finding = verdict.Advice(sentence="found", evidence="", gain=gain)
+    monkeypatch.setattr(verdict, "findings", lambda evidence: iter([finding]))
+    assert (verdict.verdict(evidence()) is finding) == named
 
 
 def test_of_several_findings_the_largest_gain_is_named() -> None:
