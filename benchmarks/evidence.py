@@ -7,7 +7,8 @@
 
 Each part is a script or a command of Lockstep. DATA has `MNIST/raw`, `cifar10` (JPEG files in `train/CLASS` and
 `test/CLASS`) and `photos` (larger JPEG files in folders of classes); parts without their data are skipped. So are the
-rows of frameworks that are not installed (benchmarks/requirements-peers.txt). A sentence says what is skipped.
+rows of frameworks that are not installed (benchmarks/requirements-peers.txt), or without their scripts in `timm` and
+`torchvision` (see photos.py). A sentence says what is skipped.
 
 The last figures of each part are in docs/evidence/figures.json. Where a ratio of Lockstep to the first contender of
 its row is worse than the last one by more than NOISE, the table says so. Take a quiet machine: the load is recorded.
@@ -30,7 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measure import Figures, Rows, machine, parser
+from measure import SPREAD, Figures, Rows, machine, parser
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -77,7 +78,7 @@ def of_overhead(out: Path, printed: str) -> Tables:
 
 def of_networks(out: Path, printed: str) -> Tables:
     """The figures of photos.py without their spread."""
-    return {title: rows for title, rows in of_script(out, printed).items() if "spread" not in title}
+    return {title: rows for title, rows in of_script(out, printed).items() if not title.endswith(SPREAD)}
 
 
 def of_ladder(_: Path, printed: str) -> Tables:
@@ -132,7 +133,8 @@ RECIPE = "train.py experiment={} model.compile=false dataset=folder dataset.path
 RECIPE += "dataset.val_folder=../test dataset.decode_size=32 telemetry.report=never hydra.run.dir=OUT/run"
 LADDER = "-m lockstep ladder experiment=mnist_tutorial data_root=DATA output_root=OUT --json {} "
 LADDER += " ".join(f"--script benchmarks/peers/{name}.py" for name in ("plain", "tutorial_ddp"))
-NETWORKS = "benchmarks/photos.py --photos DATA/photos --models resnet18 --precisions fp32 --device cpu {}"
+NETWORKS = "benchmarks/photos.py --photos DATA/photos --timm DATA/timm --torchvision DATA/torchvision "
+NETWORKS += "--models resnet18 --precisions fp32 --device cpu {}"
 PARTS = {
     "overhead": Part("benchmarks/overhead.py {}", "--repeats 7", "--repeats 3", of_overhead),
     "overhead-basicnet": Part(
@@ -143,9 +145,7 @@ PARTS = {
     ),
     "input": Part("benchmarks/input.py {}", "--repeats 7", "--repeats 1"),
     "networks": Part(NETWORKS, "--repeats 2", "--repeats 1 --seconds 20 --files 2000", of_networks, "photos"),
-    "ladder": Part(
-        LADDER, "--repeat 2", "steps=150 --repeat 1 --only ddp,fsdp,plain-loop,plain-ddp", of_ladder, "MNIST"
-    ),
+    "ladder": Part(LADDER, "--repeat 2", "--repeat 1 --only ddp,fsdp,plain-loop,plain-ddp", of_ladder, "MNIST"),
     "startup": Part("benchmarks/startup.py {}", "--repeats 5", "--repeats 2"),
     "checkpoints": Part("benchmarks/checkpoint.py {}", "--repeats 9", "--repeats 3"),
     "dropout": Part("benchmarks/exactness.py"),
@@ -328,7 +328,7 @@ def as_markdown(facts: Mapping[str, Any]) -> str:
         lines = ([name, *(cell(figures, name) for figures in titles.values())] for name in names)
         texts.append(table([row, *titles], lines))
     if behind := facts.get("behind"):
-        texts.append("**Behind the last time:** " + "; ".join(behind) + ".")
+        texts.append(f"**Behind the last time ({facts['last']}):** " + "; ".join(behind) + ".")
     return "\n\n".join(texts)
 
 
@@ -406,8 +406,9 @@ def main() -> None:
             print(f"  {facts}", flush=True)
             failed |= "failed" in facts
             continue
-        last = parts.get(name, {}).get("tables", {})
-        facts["behind"] = fallen_behind(facts["tables"], last) if PARTS[name].has_ratios else []
+        if PARTS[name].has_ratios and (last := parts.get(name)):
+            facts["behind"] = fallen_behind(facts["tables"], last["tables"])
+            facts["last"] = f"{last['date']}, {last['cpu']}"
         print(as_markdown(facts) if PARTS[name].has_ratios else table_of_runs({name: facts}), flush=True)
         parts[name] = facts
         store.write_text(json.dumps(parts, indent=1) + "\n")

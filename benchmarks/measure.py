@@ -18,6 +18,7 @@ from rich.table import Table
 console = Console(highlight=False, width=118)
 Figures = dict[str, float]
 Rows = dict[str, Figures]
+SPREAD = ": highest by lowest"  # the end of the title of a table that says how far repeats differ
 
 
 def parser(doc: str | None, *, repeats: int | None = None, of: str = "turns") -> argparse.ArgumentParser:

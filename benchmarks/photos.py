@@ -37,20 +37,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 from uuid import uuid4
 
 import torch
 from PIL import Image
 
 from input import photographs
-from measure import Figures, Rows, console, living, machine, parser, show, write
+from measure import SPREAD, Figures, Rows, console, living, machine, parser, show, write
 
 LOCKSTEP, TIMM, TORCHVISION, LIGHTNING = "Lockstep", "timm", "torchvision", "Lightning"
 WARM_UP = 2  # lines of the log before the clock
 LIMIT = 180.0  # seconds of a turn
 MARK = "LOCKSTEP_PHOTOS_TURN"
 HERE = Path(__file__).parent
-SPREAD = ": highest by lowest"
 SUMMARIES: Mapping[str, Callable[[list[float]], float]] = {
     "": statistics.median,
     SPREAD: lambda figures: max(figures) / min(figures),
@@ -126,14 +126,18 @@ def quote(path: Path) -> str:
     return shlex.quote(str(path))
 
 
+def _has_train(folder: Path | None) -> TypeGuard[Path]:
+    return folder is not None and (folder / "train.py").is_file()
+
+
 def contenders(setting: Setting, timm_scripts: Path | None, references: Path | None) -> dict[str, Contender]:
     """Those that can do it here; a sentence for each of the others."""
     able, absent = {LOCKSTEP: lockstep(setting)}, {}
-    if timm_scripts is None:
+    if not _has_train(timm_scripts):
         absent[TIMM] = "its train.py is not in its package; --timm FOLDER names the folder that has it"
     else:
         able[TIMM] = timm(setting, timm_scripts)
-    if references is None:
+    if not _has_train(references):
         absent[TORCHVISION] = "its references are not in its package; --torchvision FOLDER names their folder"
     elif setting.model not in importlib.import_module("torchvision.models").list_models():
         absent[TORCHVISION] = "it has no such network"

@@ -64,6 +64,12 @@ def test_the_readme_names_no_contender_that_was_not_measured(evidence: ModuleTyp
     assert "Fabric" not in row
 
 
+def test_the_spread_of_repeats_is_no_figure_of_the_networks(evidence: ModuleType, tmp_path: Path) -> None:
+    tables = {f"img/s{ending}": {"resnet18": {"Lockstep": 1.5}} for ending in ("", evidence.SPREAD)}
+    (tmp_path / "figures.json").write_text(json.dumps(tables))
+    assert evidence.of_networks(tmp_path, "").keys() == {"img/s"}
+
+
 @pytest.mark.slow
 def test_a_part_is_measured_by_its_command(evidence: ModuleType) -> None:
     part = evidence.Part(

@@ -78,7 +78,7 @@ class Elastic(Spawn):
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         restarts = self.restarts
         while failure := self.attempt(entry, run_dir, can_restart=restarts > 0):
-            log.warn(f"{failure}; all ranks are started again from the last checkpoint")
+            log.warn(f"{failure}; all ranks are started again")
             restarts -= 1
 
     def can_fork(self) -> bool:
