@@ -199,6 +199,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
+def percent(share: float, form: str = ".0f") -> str:
+    """A share for use in a sentence: `12 %`."""
+    return f"{100 * share:{form}} %"
+
+
 def check_installed(package: str, user: str, extra: str = "") -> None:
     """Refuse `user`, an option or a command, without the package that it needs, which is in Lockstep's `extra`."""
     if importlib.util.find_spec(package) is None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
+from lockstep.core.errors import percent
 from lockstep.core.figures import CONFIDENCE
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
@@ -25,7 +26,7 @@ FALLS, RISEN = 0.05, 1.2
 STILL_FALLS = "the validation loss still falls"
 LEAST_EVALUATIONS = 4  # evaluations that show a trend
 LARGE = 30.0  # size of targets that are values: the rate of an optimizer is for outputs of about 1
-WILSON = f"{100 * CONFIDENCE:.0f} % interval of a share (Wilson 1927)"
+WILSON = f"{percent(CONFIDENCE)} interval of a share (Wilson 1927)"
 SCORES = {CLASSES: TOP1, LABELS: "map", VALUES: "r2"}  # the figure that is compared, by the targets of the task
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core import log
-from lockstep.core.errors import InputError, escaped
+from lockstep.core.errors import InputError, escaped, percent
 from lockstep.core.figures import digits
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
@@ -74,8 +74,8 @@ def caption(shares: Tensor, classes: Sequence[str], targets: str = CLASSES) -> l
         named = [(share, escaped(name, keep="")) for share, name in zip(shares.numpy(), classes, strict=True)]
         if targets == VALUES:
             return [f"{name} {digits(value)}" for value, name in named[:LINES]]
-        some = [name if share == 1 else f"{100 * share:.0f} % {name}" for share, name in named if share > 0]
+        some = [name if share == 1 else f"{percent(share)} {name}" for share, name in named if share > 0]
         return some[:LINES] or ["no label"]
     ordered = [(round(100 * float(shares[label])), escaped(classes[label], keep="")) for label in shares.argsort()]
-    mixed = [f"{percent} % {name}" for percent, name in ordered[:-3:-1] if percent]
+    mixed = [f"{share} % {name}" for share, name in ordered[:-3:-1] if share]
     return mixed if len(mixed) == 2 else [ordered[-1][1]]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lockstep.core.errors import percent
 from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.runtime import host
@@ -68,13 +69,13 @@ def verdict(evidence: Evidence) -> Advice:
             reason = f"{few} too few, {SHORT} are enough"
         return Advice(
             sentence=f"nothing could be measured: {reason}",
-            evidence=f"the shares of a step are exact to {100 * spread:.0f} %" * (spread > 0),
+            evidence=f"the shares of a step are exact to {percent(spread)}" * (spread > 0),
         )
     part, share = max(evidence.shares.items(), key=lambda item: item[1], default=("step", 0.0))
     work = evidence.share(*WORK)
     return Advice(
-        sentence=f"nothing stands out: {100 * work:.0f} % of the time are the model's own steps",
-        evidence=f"the largest part is {part} with {100 * share:.0f} %",
+        sentence=f"nothing stands out: {percent(work)} of the time are the model's own steps",
+        evidence=f"the largest part is {part} with {percent(share)}",
     )
 
 
@@ -101,7 +102,7 @@ def data_findings(evidence: Evidence) -> Iterator[Advice]:
     cores = evidence.cores / evidence.world.local_size
     unused = evidence.cores - evidence.hardware.get("cpu_cores", evidence.cores)
     idle = min(unused, evidence.hardware.get("idle_cores", unused)) / evidence.world.local_size  # others work too
-    sentence = f"training waits for images in {100 * share:.0f} % of the time"
+    sentence = f"training waits for images in {percent(share)} of the time"
     seen = f"{workers} workers, {max(0.0, idle):.1f} of {cores:g} cores of a rank idle"
     if idle < 0.5:  # more threads would only share the cores
         pack = ": `lockstep pack` decodes the images once and for all" * evidence.job.dataset.reads_files
@@ -130,7 +131,7 @@ def _interruptions(evidence: Evidence) -> Iterator[Advice]:
         share = evidence.share(part)
         if share >= NOTABLE and 2 * every <= evidence.plan.total_steps:
             yield Advice(
-                sentence=f"{part}s take {100 * share:.0f} % of the time",
+                sentence=f"{part}s take {percent(share)} of the time",
                 evidence=f"one every {every} steps",
                 gain=amdahl(share, 2),
                 override=f"{key}={_duration(2 * every, evidence.plan)}",
@@ -145,7 +146,7 @@ def _ranks(evidence: Evidence) -> Iterator[Advice]:
     behind = evidence.share("slowest_rank")
     if behind >= NOTABLE:
         yield Advice(
-            sentence=f"the ranks wait for the slowest one in {100 * behind:.0f} % of the time; look at what else "
+            sentence=f"the ranks wait for the slowest one in {percent(behind)} of the time; look at what else "
             "runs on its cores or GPU, and at its data",
             evidence=f"{evidence.world.size} ranks",
             gain=1 / (1 - behind),
@@ -158,7 +159,7 @@ def _ranks(evidence: Evidence) -> Iterator[Advice]:
         if share >= NOTABLE:
             larger = larger_batch(evidence.plan.batch, evidence.plan.examples)
             yield Advice(
-                sentence=f"{sentence} in {100 * share:.0f} % of the time; a larger batch does so less often",
+                sentence=f"{sentence} in {percent(share)} of the time; a larger batch does so less often",
                 evidence=f"{evidence.world.size} ranks, {evidence.local_batch} images of a rank at a time",
                 gain=amdahl(share, 2) if larger is not None else None,
                 override=larger,
@@ -193,7 +194,7 @@ def _work(evidence: Evidence) -> Iterator[Advice]:
     elif evidence.on_gpu and "gpu_util" in evidence.hardware and util < BUSY and work > 1 - 2 * NOTABLE:
         yield Advice(
             sentence=f"the GPU is busy {util:.0f} % of the time, and waits for the host to launch its work",
-            evidence=f"{100 * work:.0f} % of the time are steps",
+            evidence=f"{percent(work)} of the time are steps",
             override=None if evidence.job.train.cuda_graph else "train.cuda_graph=true",
         )
 
@@ -225,7 +226,7 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     seen = f"torch's default in convolutions: 10 bits of mantissa at up to {rounded / (exact or 1):.1f}x the rate"
     yield point("TF32", job.precision.matmul == "high", seen, "precision=tf32", obstacle)
     workers, waits = int(job.loader.workers), evidence.share("data")
-    seen = f"{workers} workers, {100 * waits:.0f} % of the time waiting"
+    seen = f"{workers} workers, {percent(waits)} of the time waiting"
     data = next(data_findings(evidence), None)
     yield point("workers and prefetch", data is None, seen, data.override if data is not None else None)
     larger, examples = larger_batch(evidence.plan.batch, evidence.plan.examples), evidence.plan.examples

@@ -23,7 +23,7 @@ from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.data_protocols import SPLIT_NAMES
-from lockstep.core.errors import InputError, LockstepError, check_installed, reason_of
+from lockstep.core.errors import InputError, LockstepError, check_installed, percent, reason_of
 from lockstep.core.model_card import CROP, PAD, SIGMOID, SOFTMAX, SQUASH, VALUES, ModelCard, stored_side
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
@@ -347,7 +347,7 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
         *([f"Classes: {markdown(', '.join(card.names))}.", ""] if card.classes <= MATRIX_CLASSES else []),
         *scores,
         f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width), {card.fit}, the central "
-        f"{100 * card.eval_crop:.1f} %, {card.interpolation}; mean {list(card.mean)}, "
+        f"{percent(card.eval_crop, '.1f')}, {card.interpolation}; mean {list(card.mean)}, "
         f"standard deviation {list(card.std)}. Outputs: {card.classes:,} {card.targets} ({card.probabilities}).",
         *(f"Predictions can differ from the run's: {difference}." for difference in differences),
         "",

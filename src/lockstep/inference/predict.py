@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
 from lockstep.core import console, log
-from lockstep.core.errors import InputError, StorageError, escaped
+from lockstep.core.errors import InputError, StorageError, escaped, percent
 from lockstep.core.figures import digits
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
@@ -156,7 +156,7 @@ def _table(paths: Sequence[Path], results: Results, targets: str, names: Sequenc
             yield f"{_shown(path)}  {'  '.join(f'{name} {digits(value)}' for name, value in cells)}"
             continue
         number += 1
-        classes = "  ".join(f"{set_cell_size(name, name_width)} {100 * share:5.1f} %" for name, share in cells)
+        classes = "  ".join(f"{set_cell_size(name, name_width)} {percent(share, '5.1f')}" for name, share in cells)
         counts.update([name for name, _ in cells[: 1 if targets == CLASSES else None]] or ["no label"])
         line = f"{set_cell_size(_shown(path), width)}  {classes}"
         # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.

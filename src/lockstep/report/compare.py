@@ -7,7 +7,7 @@ from lockstep.config.commands import key_of, override, shell_command
 from lockstep.config.options import differences, value_text
 from lockstep.config.roles import role_of
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, percent
 from lockstep.core.fields import Role, leaves
 from lockstep.core.run import SEED, Run, State
 from lockstep.core.run_dir import relative
@@ -64,7 +64,7 @@ def show_run(run: Run) -> None:
         "best": f"{figure_text(monitor.name, facts['best'])}{best_step}" if facts.get("best") is not None else "",
         "scores": scores,
         "test": tests,
-        "time": ", ".join(f"{part_words(name)} {100 * share:.0f} %" for name, share in largest),
+        "time": ", ".join(f"{part_words(name)} {percent(share)}" for name, share in largest),
         **{name: str((facts.get(key) or {}).get("sentence") or "") for name, key in FINDINGS.items()},
     }
     for label, text in rows.items():

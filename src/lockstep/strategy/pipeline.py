@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.options import option
-from lockstep.core.errors import InputError, reason_of
+from lockstep.core.errors import InputError, percent, reason_of
 from lockstep.core.fields import TEXT, choice, ranged, ruled
 from lockstep.core.model import UpdateScope, forward_on_meta, wire
 from lockstep.core.plan import Plan
@@ -165,9 +165,9 @@ class Pipeline(Single):
         if world.size > 1 and plan.micro_batches < 2 * world.size:
             idle = (world.size - 1) / (plan.micro_batches + world.size - 1)
             notes.append(
-                f"with train.micro_batches={plan.micro_batches} each of {world.size} stages waits {100 * idle:.0f} % "
+                f"with train.micro_batches={plan.micro_batches} each of {world.size} stages waits {percent(idle)} "
                 f"of a step for the others; train.micro_batches={4 * world.size} leaves "
-                f"{100 * (world.size - 1) / (5 * world.size - 1):.0f} %"
+                f"{percent((world.size - 1) / (5 * world.size - 1))}"
             )
         return notes
 

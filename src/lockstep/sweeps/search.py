@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import Stopped
+from lockstep.core.errors import Stopped, percent
 from lockstep.core.run import Run, State
 from lockstep.core.safe_write import storing
 from lockstep.core.tags import Direction
@@ -91,7 +91,7 @@ def halve(pool: Pool, records: Sequence[Record], jobs: Mapping[int, SweepJob], f
             if runs(record) and not has_enough(record)
         ]
         pool.run(started, enough=has_enough)
-        racing = [ledger.read(record) for record in racing]
+        racing = [ledger.record(record.number) for record in racing]
         scores = {record.number: score_at(ledger, record, share, direction) for record in racing}
         if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
             raise Stopped(f"jobs were stopped in round {rung}: {', '.join(stopped)}; rerun the command to continue")
@@ -110,12 +110,12 @@ def halve(pool: Pool, records: Sequence[Record], jobs: Mapping[int, SweepJob], f
         judged = max(next((done for done in shares if done >= share), 0.0) for shares in logged)
         if judged >= rounds[number]:
             pool.view.show(
-                f"warning: round {rung} was to end after {100 * share:.3g} % of the steps, and a job was first "
-                f"evaluated after {100 * judged:.3g} %; "
+                f"warning: round {rung} was to end after {percent(share, '.3g')} of the steps, and a job was first "
+                f"evaluated after {percent(judged, '.3g')}; "
                 f"train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
             )
         unit = "jobs" if len(racing) == len(best_first) else "settings"
-        pool.view.show(f"{ahead} of {len(best_first)} {unit} continue after {100 * share:.3g} % of their steps")
+        pool.view.show(f"{ahead} of {len(best_first)} {unit} continue after {percent(share, '.3g')} of their steps")
         racing = [record for key in best_first[:ahead] for record in racing if setting[record.number] == key]
 
 

@@ -1,7 +1,5 @@
 """Shows a sweep: its running jobs on a terminal, or else a line for each job, and the table at its end."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys
@@ -9,13 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Self
 
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import console, log, safe_read
-from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, percent
 from lockstep.core.figures import STAMP, parsed_figures
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import relative
@@ -90,7 +89,7 @@ class JobProgress:
         if not self.steps:
             return ""
         if not self.steps_per_epoch:
-            return f"{100 * self.step / self.steps:.0f} %"
+            return percent(self.step / self.steps)
         epochs = math.ceil(self.steps / self.steps_per_epoch)
         return f"{max(1, math.ceil(self.step / self.steps_per_epoch))}/{epochs}"
 
@@ -124,7 +123,7 @@ class SweepView:
             redirect_stderr=False,
         )
 
-    def __enter__(self) -> SweepView:
+    def __enter__(self) -> Self:
         if log.has_terminal():
             self.live.start()
         return self
@@ -177,7 +176,7 @@ class SweepView:
         if not self.live.is_started:
             return
         for number, progress in self.running.items():  # each job writes its own record
-            self.records[number] = self.ledger.read(self.records[number])
+            self.records[number] = self.ledger.record(number)
             progress.update(self.records[number], self.share)
         width = self.live.console.width
         table = lines_of([*self._columns()], width, second_lines=False) if self.running else ()

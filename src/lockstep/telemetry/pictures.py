@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from lockstep.core.errors import escaped
+from lockstep.core.errors import escaped, percent
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import VALUES
 from lockstep.core.tags import BLUE, DARK_GREY, GREEN, ORANGE
@@ -198,7 +198,7 @@ def worst(predictions: Predictions) -> bytes:
     for example in predictions.worst:
         with Image.open(BytesIO(base64.b64decode(example["png"]))) as image:
             images.append(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
-        share = "" if example["probability"] is None else f" ({100 * example['probability']:.0f} %)"
+        share = "" if example["probability"] is None else f" ({percent(example['probability'])})"
         labels = range(len(predictions.names))
         names = [_name(predictions.names, label) if predictions.targets != VALUES else "" for label in labels]
         true, said = (predictions.in_words(example[key], names) for key in ("label", "predicted"))

@@ -13,6 +13,7 @@ from lockstep.config.commands import key_of, resume_command, shell_command
 from lockstep.config.extensions import arguments_of, is_object
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
+from lockstep.core.errors import percent
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.protocols import Optimizer
 from lockstep.core.run import Run
@@ -241,7 +242,7 @@ def say_ending(
     tested_figures = telling(trainer.tested, job.dataset.classes).items()
     shown = (figure for figure in tested_figures if "/" not in figure[0] or figure[0] == name)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
-    parts = (f"{part_words(name)} {100 * share:.0f} %" for name, share in largest if share >= LEAST_SHARE)
+    parts = (f"{part_words(name)} {percent(share)}" for name, share in largest if share >= LEAST_SHARE)
     rows = {
         "scores": ", ".join(figure_text(figure, value) for figure, value in chosen.items() if value is not None),
         "test": ", ".join(figure_text(*figure) for figure in shown),

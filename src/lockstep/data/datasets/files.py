@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.config.roles import fields_with
 from lockstep.core.data_protocols import SPLIT_NAMES, Crop, Split
-from lockstep.core.errors import BrokenImage, InputError, StorageError, out_of_memory, reason_of
+from lockstep.core.errors import BrokenImage, InputError, StorageError, out_of_memory, percent, reason_of
 from lockstep.core.fields import PATTERN, Role, choice, pixels, ranged, ruled, sides
 from lockstep.core.model_card import FITS, MOST_CHANNELS, Preprocessing, per_channel, stored_side
 from lockstep.core.rng import SampleRNG
@@ -256,7 +256,7 @@ class FileSource(PhotoSource, CutSource):
     def notes(self) -> list[str]:
         splits = self.listings()
         limit = self.limit or 0.0
-        part = f"{100 * limit:.0f} %" if limit <= 1 else f"{limit:,.0f} images"
+        part = percent(limit) if limit <= 1 else f"{limit:,.0f} images"
         limited = [f"dataset.limit leaves {part} of each split: a first try"] if limit else []
         labels = {name: files.labels for name, files in splits.items()}
         return [

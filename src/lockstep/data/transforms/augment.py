@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lockstep.config import components
 from lockstep.config.options import option, preset
 from lockstep.core.data_protocols import Augment, Source
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, percent
 from lockstep.core.fields import ranged
 from lockstep.core.rng import SampleRNG
 
@@ -100,4 +100,4 @@ def phrase(*parts: str) -> str:
 
 def mirrored(share: float) -> str:
     """The words for mirroring a share of the images; empty for a share of 0."""
-    return "" if not share else "flip" if share == 0.5 else f"flip {100 * share:.0f} %"
+    return "" if not share else "flip" if share == 0.5 else f"flip {percent(share)}"
