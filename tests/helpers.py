@@ -133,8 +133,9 @@ def created(*overrides: str, folder: Path | None = None) -> tuple[RunDir, Resolv
     with initialize_config_dir(str(ROOT / "conf")):
         called = Invocation(overrides=overrides, sweep=False, folder=folder, hydra="")
         with closing(Lock()) as lock:
-            preparation, job = create_run(decide_resume(values, called), lock)
-    return preparation.run_dir, job
+            folder, job = create_run(decide_resume(values, called), lock)
+            with folder as run:
+                return run, job
 
 
 def refusal(output_root: Path, *overrides: str) -> str:

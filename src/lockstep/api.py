@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,14 +110,11 @@ def train(
     """
     _check_caller("train")
     sleep_soon()
-    from lockstep.runtime.guest import guest
-
     _check_words(overrides)
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
-    with guest(), ExitStack() as ending:
-        parts = {"model": model, "dataset": dataset, "loss": loss, **options}
-        words, objects = _prepared(ending, words, extensions, verbose, parts)
-        return _trained(ending, words, objects, callbacks)
+    with _guest(extensions, verbose=verbose):
+        words, objects = _with_objects(words, {"model": model, "dataset": dataset, "loss": loss, **options})
+        return _trained(words, objects, callbacks)
 
 
 def sweep(
@@ -151,11 +148,9 @@ def sweep(
     if flags := [word for word in overrides if word.startswith("-")]:
         raise InputError(f"{shown(flags[0])} is a flag, expected KEY=VALUE")
     from lockstep.cli.sweep import run_sweep
-    from lockstep.runtime.guest import guest
 
-    with guest(), ExitStack() as ending:
-        parts = {"model": model, "dataset": dataset, "loss": loss, **options}
-        words, objects = _prepared(ending, overrides, extensions, verbose, parts)
+    with _guest(extensions, verbose=verbose):
+        words, objects = _with_objects(overrides, {"model": model, "dataset": dataset, "loss": loss, **options})
         folder = run_sweep(words, objects, verbose=verbose)
     return runs(folder)
 
@@ -181,16 +176,20 @@ def _check_caller(name: str) -> None:
         )
 
 
-def _prepared(
-    ending: ExitStack, overrides: Sequence[str], extensions: Sequence[str], verbose: bool, parts: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
-    """The words of a call, and the objects for which their options stand. Until its `ending`, it may be quiet."""
+@contextmanager
+def _guest(extensions: Sequence[str], *, verbose: bool = True) -> Iterator[None]:
+    """A context in which a call works in the process of its caller, with these extensions, and can be quiet."""
     from lockstep.config import extensions as known
     from lockstep.core.console import quiet
+    from lockstep.runtime.guest import guest
 
-    if not verbose:
-        ending.enter_context(quiet())
-    known.use(extensions)
+    with guest(), nullcontext() if verbose else quiet():
+        known.use(extensions)
+        yield
+
+
+def _with_objects(overrides: Sequence[str], parts: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """The words of a call, and the objects for which their options stand."""
     if not (chosen := {group: part for group, part in parts.items() if part is not None}):
         return [*overrides], {}
     from lockstep.training.objects import in_words  # most runs are words alone
@@ -198,9 +197,7 @@ def _prepared(
     return in_words(chosen, overrides)
 
 
-def _trained(
-    ending: ExitStack, words: list[str], objects: Mapping[str, Any], callbacks: Sequence[Callback]
-) -> Result:
+def _trained(words: list[str], objects: Mapping[str, Any], callbacks: Sequence[Callback]) -> Result:
     """Train the job of these words, from its config to its result."""
     from lockstep.config import composition
     from lockstep.core.figures import read_figures
@@ -212,16 +209,17 @@ def _trained(
     from lockstep.job.worker import start_job
     from lockstep.runtime.guest import sleeping_soon
 
-    with composition.invoked(words) as (values, invocation):
-        if invocation.folder is not None:  # for a command, Hydra creates the folder
-            ending.callback(remove_empty, absent(invocation.folder))
-            with storing(invocation.folder):
-                invocation.folder.mkdir(parents=True, exist_ok=True)
-        lock = ending.enter_context(closing(Lock()))
-        resume = replace(decide_resume(values, invocation), objects=objects, callbacks=callbacks)
-        prepared, job = create_run(resume, lock)
-    with prepared as run_dir, nullcontext() if job.launcher.starts_ranks else sleeping_soon():
-        objective = start_job(run_dir, job, named_objects(job, callbacks))
+    with ExitStack() as ending:
+        with composition.invoked(words) as (values, invocation):
+            if invocation.folder is not None:  # for a command, Hydra creates the folder
+                ending.callback(remove_empty, absent(invocation.folder))
+                with storing(invocation.folder):
+                    invocation.folder.mkdir(parents=True, exist_ok=True)
+            lock = ending.enter_context(closing(Lock()))
+            resume = replace(decide_resume(values, invocation), objects=objects, callbacks=callbacks)
+            job_folder, job = create_run(resume, lock)
+        with job_folder as run_dir, nullcontext() if job.launcher.starts_ranks else sleeping_soon():
+            objective = start_job(run_dir, job, named_objects(job, callbacks))
     return Result(
         folder=run_dir.path,
         objective=objective,
@@ -279,13 +277,10 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
         InputError: the config, the data or the machine does not fit the job, or the job has several ranks.
     """
     _check_words(overrides)
-    from lockstep.config import extensions as known
     from lockstep.job.prepare import job_of
-    from lockstep.runtime.guest import guest
     from lockstep.training.experiment import build_parts
 
-    with guest():
-        known.use(extensions)
+    with _guest(extensions):
         job = job_of(overrides)
         if job.launcher.ranks > 1:
             raise InputError(
@@ -317,12 +312,9 @@ def load(
     Raises:
         InputError: the weights do not exist, they have no description of their model, or the model cannot be built.
     """
-    from lockstep.config import extensions as known
     from lockstep.inference.predictor import load_predictor
-    from lockstep.runtime.guest import guest
 
-    with guest():
-        known.use(extensions)
+    with _guest(extensions):
         return load_predictor(path, device=device, module=model)
 
 

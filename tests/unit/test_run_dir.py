@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, pointed, slug
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.prepare import Preparation
+from lockstep.job.prepare import job_folder
 from lockstep.job.resume import decide_resume
 from lockstep.launcher.inline import Inline
 from lockstep.launcher.spawn import first_failure
@@ -148,9 +149,9 @@ def test_of_a_refused_job_nothing_is_left_but_what_the_user_had(tmp_path: Path) 
         before = [(path, path.is_file() and path.read_text()) for path in sorted(tmp_path.rglob("*"))]
         run, new = RunDir.provide(folder, tmp_path, "name")
         described = (run.config, run.command, run.overrides, run.composed, run.hydra / "hydra.yaml")
-        preparation = Preparation.write(run, dict.fromkeys(described, "text"), new)
-        begun(folder)
-        preparation.close(InputError("the model does not fit"))
+        with suppress(InputError), job_folder(run, dict.fromkeys(described, "text"), new):
+            begun(folder)
+            raise InputError("the model does not fit")
         assert [(path, path.is_file() and path.read_text()) for path in sorted(tmp_path.rglob("*"))] == before
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
 
@@ -165,12 +166,13 @@ def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path)
     ):
         run = begun(tmp_path / type(error).__name__)
         run.metrics.write_text("")
-        preparation = Preparation.write(run, {})
-        run.start_summary(started=1.5)
-        preparation.close(error)
+        with suppress(type(error)), job_folder(run, {}):
+            run.start_summary(started=1.5)
+            raise error
         assert run.read_summary() == {**STAMP, "started": 1.5, "status": status, "exit_code": code, "error": sentence}
     run = begun(tmp_path / "a fault before training")
-    Preparation.write(run, {}).close(ValueError("odd"))
+    with pytest.raises(ValueError, match="odd"), job_folder(run, {}):
+        raise ValueError("odd")
     assert run.read_summary()["error"] == "ValueError: odd"
 
 
@@ -178,9 +180,9 @@ def test_a_run_that_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     run.metrics.write_text("")
     run.write_summary(status="completed")
-    again = Preparation.write(run, {run.config: "other", run.command: "other"})
-    assert run.config.read_text() == "other"
-    again.close(InputError("nothing is left to do"))
+    with suppress(InputError), job_folder(run, {run.config: "other", run.command: "other"}):
+        assert run.config.read_text() == "other"
+        raise InputError("nothing is left to do")
     assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
     assert run.read_summary() == {**STAMP, "status": "completed"}
 
@@ -198,12 +200,12 @@ def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_pat
             shutil.rmtree(folder)
     before = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
     _, new = RunDir.provide(run.path, tmp_path, "name")
-    again = Preparation.write(run, {run.config: "other", run.composed: "other"}, new)
-    for rank in (0, 1):
-        with log.rank_logging(run, rank, separate=False):
-            log.logger.info("the parts of the run")
-        run.rank_error(rank).write_text("an error")
-    again.close(InputError("the checkpoint does not fit"))
+    with suppress(InputError), job_folder(run, {run.config: "other", run.composed: "other"}, new):
+        for rank in (0, 1):
+            with log.rank_logging(run, rank, separate=False):
+                log.logger.info("the parts of the run")
+            run.rank_error(rank).write_text("an error")
+        raise InputError("the checkpoint does not fit")
     after = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
     assert after == before
 
@@ -248,12 +250,15 @@ def test_a_damaged_summary_is_said_where_it_is_read_and_made_anew_where_it_is_wr
 
 def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(tmp_path: Path, full_disk: Any) -> None:
     run = begun(tmp_path / "old")
-    with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
-        Preparation.write(run, {run.config: "other", run.command: "x" * 1000})
+    texts = {run.config: "other", run.command: "x" * 1000}
+    with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"), job_folder(run, texts):
+        pass
     assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
     new, folders = RunDir.provide(tmp_path / "new", tmp_path, "name")
-    with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
-        Preparation.write(new, {new.config: "other", new.command: "x" * 1000}, folders)
+    texts = {new.config: "other", new.command: "x" * 1000}
+    refused = job_folder(new, texts, folders)
+    with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"), refused:
+        pass
     assert not new.path.exists()
     run.metrics.write_text("")
     with full_disk(10):
@@ -309,5 +314,5 @@ def test_a_kill_never_leaves_the_config_of_one_command_beside_the_overrides_of_a
         beside.append(run.composed.exists() and run.composed.read_text() != run.overrides.read_text())
 
     monkeypatch.setattr("lockstep.job.prepare.write_atomic", write)
-    Preparation.write(run, {run.config: "new", run.overrides: "new", run.composed: "new"})
-    assert beside == [False] * 3
+    with job_folder(run, {run.config: "new", run.overrides: "new", run.composed: "new"}):
+        assert beside == [False] * 3

@@ -14,8 +14,8 @@ from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFai
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import Elastic, Slurm, Spawn, elastic, spawn
-from lockstep.launcher.processes import RANKS_GRACE_S, forwarding
-from lockstep.launcher.spawn import Children
+from lockstep.launcher.processes import forwarding
+from lockstep.launcher.spawn import RANKS_GRACE_S, Children
 from lockstep.runtime.signals import AGAIN_S
 
 

@@ -16,7 +16,7 @@ from lockstep.checkpoint.reading import check_shapes, read_header
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.model import head_parameters
-from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
+from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
 from lockstep.core.run_dir import BEST, LATEST, check_folder, near_path
 from lockstep.core.safe_read import UnreadableFile, open_plain
 
@@ -62,11 +62,6 @@ def weights_file(path: Path, key: str = START) -> Path:
         fix += next((f", such as {path / name}" for name in names), f".{near}" * bool(near))
         raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder{fix}")
     return file
-
-
-def trained_input(path: Path) -> TrainedInput | None:
-    """The images that the weights at `path` (as for `weights_file`) were trained on; None if the file has no card."""
-    return find_card(weights_file(path))
 
 
 def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping[str, Tensor]]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import files
@@ -29,6 +29,7 @@ from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import make_folder, replacing, sync, system_error, write_atomic
 
 RETRY_S = 30.0  # seconds between a failed save and the next one
+Save = Callable[[Path], object]  # writes weights into a file
 
 
 def _reason(error: BaseException) -> str:
@@ -37,15 +38,6 @@ def _reason(error: BaseException) -> str:
         error = error.__context__
     number = system_error(error)
     return str(error) if number is None else os.strerror(number).lower()
-
-
-@dataclass(frozen=True)
-class Weights:
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str] | None
-
-    def save(self, path: Path) -> None:
-        files.save_weights(self.tensors, path, self.metadata)
 
 
 @dataclass
@@ -72,8 +64,8 @@ class Checkpointer:
     pending: Future[tuple[int, Path]] | None = None
     failure: str = ""
     removal_failed: bool = False  # an old checkpoint could not be removed, and a warning said so
-    # The best weights so far, in host memory; None after they are exported to the run folder.
-    unexported: Weights | None = None
+    # Writes the best weights so far, which are in host memory; None after they are exported to the run folder.
+    unexported: Save | None = None
 
     def repair_export(self, best_step: int) -> None:
         """Export the best weights of a run that was killed between saving and exporting them."""
@@ -130,14 +122,14 @@ class Checkpointer:
         self.saved_at = time.monotonic()
         tensors, state = host_copies([tensors, state])
         scored = files.EMA if files.EMA in tensors else files.MODEL
-        weights = {
-            file: Weights(own, self._metadata(progress, averaged=file == files.EMA, scored=file == scored))
-            for file, own in tensors.items()
-        }
+        saves: dict[str, Save] = {}
+        for file, own in tensors.items():
+            metadata = self._metadata(progress, averaged=file == files.EMA, scored=file == scored)
+            saves[file] = partial(files.save_weights, own, metadata=metadata)
         if progress["best_step"] == progress["step"]:
-            self.unexported = weights[scored]
+            self.unexported = saves[scored]
         facts = {"identity": dict(self.fingerprint), "progress": dict(progress)}
-        self.pending = self.pool.submit(self._write, weights, state, facts)
+        self.pending = self.pool.submit(self._write, saves, state, facts)
 
     def _metadata(self, progress: Mapping[str, Any], *, averaged: bool, scored: bool) -> dict[str, str] | None:
         if self.card is None:
@@ -179,7 +171,7 @@ class Checkpointer:
         if self.failure:
             raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
 
-    def _write(self, weights: Mapping[str, Weights], state: dict[str, Any], facts: Facts) -> tuple[int, Path]:
+    def _write(self, saves: Mapping[str, Save], state: dict[str, Any], facts: Facts) -> tuple[int, Path]:
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         make_folder(folder)
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
@@ -193,9 +185,9 @@ class Checkpointer:
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
             temporary.mkdir()
-            for file, content in weights.items():
-                content.save(temporary / file)
-            digests = {file: files.sha256(temporary / file) for file in weights}
+            for file, save in saves.items():
+                save(temporary / file)
+            digests = {file: files.sha256(temporary / file) for file in saves}
             with (temporary / files.STATE).open("wb") as opened:  # given a path, torch would hide the system's error
                 torch.save(state, opened)
             (temporary / files.FACTS).write_text(json.dumps(facts, indent=2) + "\n")
@@ -217,14 +209,14 @@ class Checkpointer:
         finally:  # even if the disk is full, and before the export, which may need the space
             self._retire(final)
         if self.unexported is not None:  # the weights may be of an earlier step that failed to save
-            self._export(self.unexported.save)
+            self._export(self.unexported)
             self.unexported = None
         return progress["step"], final
 
-    def _export(self, write: Callable[[Path], object]) -> None:
-        """Have `write` put the best weights so far (with EMA, the averaged ones) into the run folder."""
+    def _export(self, save: Save) -> None:
+        """Have `save` put the best weights so far (with EMA, the averaged ones) into the run folder."""
         with replacing(self.run_dir.weights) as temporary:
-            write(temporary)
+            save(temporary)
         sync(self.run_dir.path)
 
     def _retire(self, written: Path) -> None:

@@ -31,7 +31,7 @@ def needs_of(composed: Any, machine: Needs, objects: Mapping[str, Any] | None = 
     On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
     With fewer threads (`launcher.threads=1`), more jobs run at once. `objects` are those of a program, by group.
     """
-    values = composition.of_sweep(composed)
+    values = composition.to_dict(composed)
     job = components.build_job(values, objects)
     refuse_in_sweep(job.resume)
     launcher = job.launcher

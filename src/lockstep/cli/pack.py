@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,8 +40,11 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     images = sum(map(len, splits_of(source).values()))
     for note in source.notes():
         log.warn(note)
-    with progress("packing", images) as advance, _with_its_own_option():
-        broken = packed.pack_source(source, Path(target).absolute(), threads=cores(), advanced=advance)
+    try:
+        with progress("packing", images) as advance:
+            broken = packed.pack_source(source, Path(target).absolute(), threads=cores(), advanced=advance)
+    except BrokenImage as error:
+        raise InputError(error.told("--skip=N")) from error
     for image in broken:
         log.warn(f"{image.failure}: skipped")
     stored = format_bytes(images * math.prod(source.image_shape))
@@ -55,15 +57,6 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
             f"random crops are now cut from squares of {size} pixels, and not from the files: a run has other images "
             "than on the files"
         )
-
-
-@contextmanager
-def _with_its_own_option() -> Iterator[None]:
-    """A context that names `--skip` for an image that cannot be decoded."""
-    try:
-        yield
-    except BrokenImage as error:
-        raise InputError(error.told("--skip=N")) from error
 
 
 def check_packed(target: str) -> None:

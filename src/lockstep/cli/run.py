@@ -48,8 +48,8 @@ def run_job(resume: Resume, lock: Lock) -> float | Submission | None:
 
 def _run_here(resume: Resume, lock: Lock) -> float | None:
     """Run a job in this process, or in ranks that it starts."""
-    preparation, job = create_run(resume, lock)
-    with preparation as run_dir:
+    folder, job = create_run(resume, lock)
+    with folder as run_dir:
         return start_job(run_dir, job)
 
 
@@ -78,8 +78,7 @@ def _run_agent(resume: Resume) -> float | None:
     finally:
         remove_empty(new)
     forgive_output()  # train.log has the lines of the run
-    objective: float | None = Run(run_dir.path).summary.get("objective")
-    return objective
+    return Run(run_dir.path).summary.get("objective")
 
 
 def lead(values: dict[str, Any], invocation: Invocation, lock: Lock) -> float | None:
@@ -87,8 +86,8 @@ def lead(values: dict[str, Any], invocation: Invocation, lock: Lock) -> float | 
     from lockstep.launcher.attach import leading  # imported late: most jobs start their ranks themselves
 
     with leading() as followers:
-        preparation, job = create_run(decide_resume(values, invocation, followers.earlier), lock)
-        with preparation as run_dir:
+        folder, job = create_run(decide_resume(values, invocation, followers.earlier), lock)
+        with folder as run_dir:
             followers.send(run_dir)
             return start_job(run_dir, job)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.roles import role_of
-from lockstep.config.schema import GROUPS, MANY, RECIPES, Job
+from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import SHELL, Role, leaves, personal_values
 from lockstep.core.run_dir import LATEST, RunDir, pointed, relative
@@ -161,16 +161,6 @@ def check_word(text: str) -> None:
         raise InputError(f"{shown(text)}: a job stays in the folder of its command; remove hydra.job.chdir")
     if not text.isascii() and text.encode(errors="replace").decode() != text:
         raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
-
-
-def check_sign(word: str) -> None:
-    """Refuse `+GROUP=NAME` and `~GROUP` for the groups of each job, of which Hydra's own remedies do not work."""
-    key, value = key_of(word), word.partition("=")[2]
-    if word[:1] == "+" and key in (*GROUPS, RECIPES):
-        raise InputError(f"{word}: the job has this group already, so it is chosen without +: {key}={value}")
-    if word[:1] == "~" and key in GROUPS:
-        remedy = f"take none of its options with {key}=[]" if key in MANY else f"remove ~{key}"
-        raise InputError(f"{word}: the job cannot be without this group; {remedy}")
 
 
 def repeated_words(command: str, keys: Collection[str]) -> list[str]:

@@ -1,7 +1,5 @@
 """Composing the config of a job with Hydra, and its command line, as plain values."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re
@@ -10,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -21,15 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import hydra_policy
-from lockstep.config.commands import (
-    check_sign,
-    check_word,
-    key_of,
-    override,
-    program_words,
-    quoted_path,
-    shell_command,
-)
+from lockstep.config.commands import check_word, key_of, override, program_words, quoted_path, shell_command
 from lockstep.config.history import present_words
 from lockstep.config.hydra_policy import as_typed, own_hydra
 from lockstep.config.hydra_versions import initialize_config_dir, is_list_extend
@@ -54,7 +44,7 @@ class ConfigFiles:
     searchpath: tuple[str, ...] = ()
 
     @classmethod
-    def current(cls) -> ConfigFiles:
+    def current(cls) -> Self:
         hydra = HydraConfig.get()
         added = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
         return cls(
@@ -94,7 +84,7 @@ class Invocation:
         return shell_command([*program_words(), *self.configs.words, *self.overrides])
 
     @classmethod
-    def current(cls) -> Invocation:
+    def current(cls) -> Self:
         """The invocation of the job that Hydra runs. Raises InputError if it names a folder that it does not use."""
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
@@ -164,12 +154,6 @@ def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False)
         adds = is_list_extend(word) or any(text.partition("=")[2].startswith("{") for text in choices)
         values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
     return [list(job) for job in itertools.product(*(choices for _, choices in values))]
-
-
-def of_sweep(composed: DictConfig) -> dict[str, Any]:
-    """The config of a job that a sweep has composed, as plain values; the name of a job refers to Hydra's choices."""
-    HydraConfig.instance().cfg = composed  # type: ignore[assignment]  # `set_config` copies it, which takes 3 ms
-    return to_dict(composed)
 
 
 def of_command(composed: DictConfig) -> dict[str, Any]:
@@ -300,10 +284,20 @@ def typed_words(words: Iterable[str]) -> list[str]:
     """
     quoted = [*map(quoted_path, present_words(words))]
     for word in quoted:
-        check_sign(word)
+        _check_sign(word)
     if "resume" not in map(key_of, quoted):
         return quoted
     return [f"++{word}" if re.match(rf"({'|'.join(GROUPS)})\.[^=]+=", word) else word for word in quoted]
+
+
+def _check_sign(word: str) -> None:
+    """Refuse `+GROUP=NAME` and `~GROUP` for the groups of each job, of which Hydra's own remedies do not work."""
+    key, value = key_of(word), word.partition("=")[2]
+    if word[:1] == "+" and key in (*GROUPS, RECIPES):
+        raise InputError(f"{word}: the job has this group already, so it is chosen without +: {key}={value}")
+    if word[:1] == "~" and key in GROUPS:
+        remedy = f"take none of its options with {key}=[]" if key in MANY else f"remove ~{key}"
+        raise InputError(f"{word}: the job cannot be without this group; {remedy}")
 
 
 @contextmanager

@@ -63,9 +63,8 @@ def translate(error: BaseException) -> LockstepError | None:
         return InputError(_no_such_file(error.missing_cfg_file, list(error.options or [])))
     # Hydra wraps OmegaConf's errors. A HydraException with another cause is a bug, and its traceback is shown.
     wrapped = (error.__cause__ or error.__context__) if isinstance(error, HydraException) else None
-    where = ""
-    if match := re.match(r"In '([^']+)': \w+ raised while composing", str(error)):
-        where = f"{match[1]}.yaml: "
+    match = re.match(r"In '([^']+)': \w+ raised while composing", str(error))
+    where = f"{match[1]}.yaml: " if match else ""
     for cause in (wrapped, error):
         if isinstance(cause, OmegaConfBaseException):
             return InputError(where + sentence(cause))

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform
@@ -188,9 +188,8 @@ def can_be_group(name: str) -> bool:
     return re.fullmatch(r"\w+", name) is not None and name not in {*vars(Job()), *GROUPS, RECIPES, "hydra"}
 
 
-def known(group: str, groups: Iterable[str]) -> str:
+def known(group: str, groups: Collection[str]) -> str:
     """The end of a sentence about a group that does not exist: the group that was probably meant, or all groups."""
-    groups = list(groups)
     return did_you_mean(group, groups) or f" The groups are {', '.join(groups)}."
 
 

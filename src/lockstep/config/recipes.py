@@ -79,26 +79,23 @@ def read_chosen(words: Sequence[Override], sources: Sequence[Any]) -> ChosenFile
             raise InputError(f"{path}.yaml: begin it with the line `{GLOBAL}`, or its keys are no job's")
         entries = _checked_defaults(path, node)
         is_trusted = source.provider.startswith(EXTENSION)
-        if is_trusted:
-            pairs = nested(node.get("hydra"))
-            values |= {(key, str(value)) for key, value in pairs if key[:1] in SEARCH}
+        pairs = nested(node.get("hydra")) if is_trusted else ()
+        values |= {(key, str(value)) for key, value in pairs if key[:1] in SEARCH}
         for written, of, option in _entries(path, group, entries, sources):
-            further = list[tuple[str, str]]()
-            overrides = written.startswith("override")
+            overrides, is_own = written.startswith("override"), is_own_group(of, sources)
             if of.startswith("hydra/"):
-                is_search = is_trusted and (of.removeprefix("hydra/"),) in SEARCH and overrides
-                if not is_search and not (overrides and typed.get(of) == option):
-                    raise InputError(f"{path}.yaml cannot choose {of}; remove its line, and type -m {of}={option}")
-                if is_search:
+                if is_trusted and (of.removeprefix("hydra/"),) in SEARCH and overrides:
                     choices.setdefault(of, option)
-            elif is_own_group(of, sources):
-                if overrides:
-                    overridden[of] = f"{path}.yaml has `- {written}: {option}`"
-                else:
-                    listed.add(of)
-                further = _pairs(of, typed.get(of, option))
-            elif not of and option != "_self_":
-                further = _pairs(group, option)
+                elif not (overrides and typed.get(of) == option):
+                    raise InputError(f"{path}.yaml cannot choose {of}; remove its line, and type -m {of}={option}")
+                continue
+            if is_own and overrides:
+                overridden[of] = f"{path}.yaml has `- {written}: {option}`"
+            elif is_own:
+                listed.add(of)
+            elif of or option == "_self_":
+                continue
+            further = _pairs(of, typed.get(of, option)) if is_own else _pairs(group, option)
             waiting += [pair for pair in further if pair not in waiting]
             for pair in further:
                 parents.setdefault("/".join(pair), []).append(path)

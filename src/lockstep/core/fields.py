@@ -197,10 +197,8 @@ def as_pixels(height: int, width: int) -> int | list[int]:
 def choice(default: Any, *values: Any) -> Any:
     """A field for one of a few values."""
     typed_values = [(type(value), value) for value in values]  # True is not 1
-    rule = Check(
-        f"one of {', '.join(map(str, values))}", lambda value: (type(value), value) in typed_values, values=values
-    )
-    return ruled(default, rule)
+    expected = f"one of {', '.join(map(str, values))}"
+    return ruled(default, Check(expected, lambda value: (type(value), value) in typed_values, values=values))
 
 
 def duration(
@@ -234,11 +232,8 @@ def mapping(*, most: float) -> Any:
         leaves = list(nested(value))
         texts = [*(name for key, _ in leaves for name in key), *(leaf for _, leaf in leaves if isinstance(leaf, str))]
         numbers = [leaf for _, leaf in leaves if isinstance(leaf, int | float)]
-        return (
-            len(leaves) <= OPTION_VALUES
-            and all(map(is_one_line, texts))
-            and all(abs(number) <= most for number in numbers)
-        )
+        are_few = len(leaves) <= OPTION_VALUES
+        return are_few and all(map(is_one_line, texts)) and all(abs(number) <= most for number in numbers)
 
     lists = f"lists of at most {OPTION_VALUES:,}"
     expected = f"numbers of at most {_figure(most)}, {lists}, and texts without control characters"
@@ -254,8 +249,7 @@ def with_role(role: Role, field: Any) -> Any:
 
 def declared_role(cls: type[Any], name: str) -> Role | None:
     """The role that is written at a field, which may come from a base class; None without one."""
-    role: Role | None = _declared(cls, name, ROLE)
-    return role
+    return _declared(cls, name, ROLE)
 
 
 def with_history(field: Any, *, names: Sequence[str] = (), **before: Any) -> Any:
@@ -391,8 +385,7 @@ def check_whole(key: str, value: object, least: int) -> None:
 
 def rule_of(cls: type[Any], name: str) -> Rule | None:
     """The rule of a field, which may come from a base class."""
-    rule: Rule | None = _declared(cls, name, _RULE)
-    return rule
+    return _declared(cls, name, _RULE)
 
 
 def _declared(cls: type[Any], name: str, what: str) -> Any:

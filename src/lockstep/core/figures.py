@@ -1,7 +1,5 @@
 """A run's files of figures: the lines of `metrics.jsonl` (the reference) and `gpu.jsonl`; `validation.json`; CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -11,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lockstep.core.errors import InputError, escaped, shown
 from lockstep.core.model_card import CLASSES, LABELS
@@ -187,7 +185,7 @@ class Predictions:
         return values[0] if len(values) == 1 else ", ".join(map(str.strip, map("{} {}".format, names, values)))
 
     @classmethod
-    def read(cls, path: Path) -> Predictions:
+    def read(cls, path: Path) -> Self:
         """Read a file, whose fields can have other types. Raises UnreadableFile for a missing or another file."""
         try:
             values = read_json(path, PREDICTIONS_LIMIT)

@@ -89,9 +89,7 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
         return False
-    from lockstep.core.console import terminal  # imports rich
-
-    return not terminal.quiet
+    return not _console().terminal.quiet
 
 
 def has_terminal(stream: str = "stdout") -> bool:

@@ -1,14 +1,12 @@
 """The description in the metadata of a weights file, to build the model and prepare images. Imports no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, Self
 
 from lockstep.core.errors import as_unicode, shown
 from lockstep.core.fields import INTERPOLATIONS, TEXT, Check, Number, choice, default_of, rule_of, ruled
@@ -186,7 +184,7 @@ class ModelCard(Preprocessing):
         return {METADATA_KEY: json.dumps({**stamp(FileFormat.weights), **vars(self)}, allow_nan=False)}
 
     @classmethod
-    def parse(cls, metadata: Any, file: object = "its description") -> ModelCard:
+    def parse(cls, metadata: Any, file: object = "its description") -> Self:
         """The card in the metadata of a safetensors file. Nothing is trusted.
 
         Raises ValueError for a wrong value, and NewerFormat for a card of a later version.
@@ -210,10 +208,8 @@ class ModelCard(Preprocessing):
         for key in values:
             if (rule := rule_of(cls, key)) is not None and not rule.fits(values[key]):
                 raise ValueError(f"its {key} is {shown(values[key])}, expected {rule.expected}")
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-        }
-        card = cls(**fields)
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        card = cls(**values)
         channels = card.input_shape[0]
         if not card.image_shape[0] == len(card.mean) == len(card.std) == channels:
             raise ValueError(

@@ -4,8 +4,6 @@ Each file may be missing, damaged, of another version, or somebody else's. A mis
 one, and `damage` has a sentence about it: who needs the file raises it, who can do without shows it.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -273,11 +271,10 @@ def step_of(path: Path) -> int:
 
 def _is_held(lock: Path) -> bool:
     """Whether the process that holds the lock of a run is alive. On another machine it counts as alive."""
-    try:
+    with suppress(UnreadableFile, LookupError, TypeError):
         holder = safe_read.read_json(lock)
         return bool(holder["host"] != socket.gethostname() or born(holder["pid"]))
-    except (UnreadableFile, LookupError, TypeError):
-        return False
+    return False
 
 
 def born(pid: object) -> str:

@@ -1,7 +1,5 @@
 """The run folder of a job: the paths of its files, its summary, how it is created, and how it is found again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError, Stopped, StorageError, as_known, close_to
@@ -51,7 +49,7 @@ class PathBelow:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+    def __get__(self, run: "RunDir", owner: type["RunDir"]) -> Path:
         return run.path / self.name
 
 
@@ -84,7 +82,7 @@ class RunDir:
     incident = PathBelow("incident")
 
     @classmethod
-    def create(cls, root: Path, name: str) -> RunDir:
+    def create(cls, root: Path, name: str) -> Self:
         """A new folder under `root`, which no other job gets. Raises InputError or StorageError."""
         while True:
             stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -95,7 +93,7 @@ class RunDir:
                 continue
 
     @classmethod
-    def provide(cls, folder: Path | None, root: Path, name: str) -> tuple[RunDir, list[Path]]:
+    def provide(cls, folder: Path | None, root: Path, name: str) -> tuple[Self, list[Path]]:
         """The run folder of a job, at `folder` or a new one, and the folders that this call has created for it."""
         new = safe_write.absent(*(cls(folder).folders if folder is not None else (root,)))
         if folder is not None:
@@ -103,7 +101,7 @@ class RunDir:
         return (run := cls.create(root, name)), [*run.folders, *new]
 
     @classmethod
-    def at(cls, path: Path, *, new: bool = False) -> RunDir:
+    def at(cls, path: Path, *, new: bool = False) -> Self:
         """The run folder at exactly `path`. The folder and its subfolders are created if they are missing.
 
         Raises InputError, StorageError if the disk is full, and FileExistsError if `new` is set and the folder
@@ -161,10 +159,9 @@ class RunDir:
 
     def _known_summary(self) -> dict[str, Any]:
         """The content of `summary.json` to be carried over; empty if the file is missing or damaged."""
-        try:
+        with suppress(UnreadableFile):
             return self.read_summary()
-        except UnreadableFile:
-            return {}
+        return {}
 
     def write_summary(self, **facts: Any) -> None:
         """Update `summary.json`, without the content of a damaged one. Raises StorageError."""
@@ -260,10 +257,9 @@ def _content(read: Callable[[Path], str], pointer: Path, key: str) -> str:
 
 def _is_output_root(root: Path, run_dir: RunDir) -> bool:
     """Whether a run, which is in another folder (`hydra.run.dir=FOLDER`), was started with this `output_root`."""
-    try:
+    with suppress(UnreadableFile, LookupError, TypeError, ValueError):
         return Path(safe_read.read_yaml(run_dir.config)["output_root"]).resolve() == root.resolve()
-    except (UnreadableFile, LookupError, TypeError, ValueError):
-        return False
+    return False
 
 
 def near_paths(path: Path) -> list[Path]:

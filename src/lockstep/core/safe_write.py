@@ -256,16 +256,14 @@ class Lock:
 
 
 def _same_file(file: int, path: Path) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _holder(path: Path) -> str:
     """The holder of a lock, from its file, for use in a sentence; empty if Lockstep has not written the file."""
-    try:
+    with suppress(UnreadableFile, LookupError, TypeError):
         facts = safe_read.read_json(path)
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
-    except (UnreadableFile, LookupError, TypeError):
-        return ""
+    return ""

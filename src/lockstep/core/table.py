@@ -178,14 +178,15 @@ def _markdown(columns: Sequence[Column]) -> Iterator[str]:
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a table of HTML, whatever text is in them; empty without rows."""
+    lines = [[html.escape(shortened(escaped(str(cell)), 4)) for cell in line] for line in _filled(rows)]
+    text = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in line)}</tr>" for line in lines)
+    return f"<table>{text}</table>" if rows else ""
+
+
+def _filled(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The names of the columns, and the values of each row, which are empty texts where a row has none."""
     names = dict.fromkeys(name for row in rows for name in row)
-    lines = [[*names], *(["" if row.get(name) is None else row[name] for name in names] for row in rows)]
-    cells = (
-        "".join(f"<td>{html.escape(shortened(escaped(str(cell)), 4))}</td>" for cell in line)
-        for line in lines
-        if rows
-    )
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>" if rows else ""
+    return [[*names], *(["" if row.get(name) is None else row[name] for name in names] for row in rows)]
 
 
 def json_lines(content: Any) -> list[str]:
@@ -207,9 +208,7 @@ def row_lines(rows: Sequence[Mapping[str, Any]], form: str) -> list[str]:
     """The lines of rows as `csv` or `json`."""
     if form == "json":
         return json_lines(rows)
-    names = dict.fromkeys(name for row in rows for name in row)
-    values = [["" if (value := row.get(name)) is None else value for name in names] for row in rows]
-    return [csv_row(cells) for cells in ([*names], *values)] if rows else []
+    return [csv_row(line) for line in _filled(rows)] if rows else []
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:

@@ -7,14 +7,12 @@ The monitor is the figure of an evaluation that decides which weights, job or tr
 a metric (`f1`) or one of its classes (`recall/defect`), with a minus if less is better. Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lockstep.core.errors import as_unicode
 
@@ -136,7 +134,7 @@ class Monitor:
     direction: Direction = Direction.maximize
 
     @classmethod
-    def parse(cls, text: str) -> Monitor:
+    def parse(cls, text: str) -> Self:
         """The monitor that `str` has written."""
         return cls(text.removeprefix("-"), Direction.minimize if text.startswith("-") else Direction.maximize)
 

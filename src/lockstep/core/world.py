@@ -1,10 +1,8 @@
 """The place of this process among the ranks of its job, and the collectives for everything but gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,7 @@ class World(Place):
     local_peer_pids: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def solo(cls, device: torch.device | str = "cpu") -> World:
+    def solo(cls, device: torch.device | str = "cpu") -> Self:
         """The world of a single process, without a process group."""
         return cls(rank=0, local_rank=0, size=1, local_size=1, device=torch.device(device))
 

@@ -3,13 +3,11 @@
 The folder is locked, created once the job is checked, and undone if a rank refuses the job.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.checkpoint import files
@@ -34,8 +32,8 @@ from lockstep.runtime import forking
 from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions, fingerprint, train_longer
 
 
-def create_run(resume: Resume, lock: Lock) -> tuple[Preparation, ResolvedJob]:
-    """Prepare the job of a command, make its run folder, and take `lock` on the folder.
+def create_run(resume: Resume, lock: Lock) -> tuple[AbstractContextManager[RunDir], ResolvedJob]:
+    """The context in which a command's job has its run folder, and the job; takes `lock` on the folder.
 
     Raises InputError if the job does not fit, or another job uses the folder; nothing was written.
     """
@@ -46,18 +44,14 @@ def create_run(resume: Resume, lock: Lock) -> tuple[Preparation, ResolvedJob]:
         forking.import_for_ranks(job)
     run_dir, new = RunDir.provide(resume.folder, Path(job.output_root), job.name)
     lock.take(run_dir.lock)
-    preparation = Preparation.write(
-        run_dir,
-        {
-            run_dir.config: components.dump(components.plain(job)),
-            run_dir.command: replace(resume.invocation, overrides=resume.typed).command + "\n",
-            run_dir.hydra / "hydra.yaml": resume.hydra,
-            run_dir.overrides: components.dump(resume.overrides),
-            run_dir.composed: components.dump(resume.composed),
-        },
-        new,
-    )
-    return preparation, job
+    texts = {
+        run_dir.config: components.dump(components.plain(job)),
+        run_dir.command: replace(resume.invocation, overrides=resume.typed).command + "\n",
+        run_dir.hydra / "hydra.yaml": resume.hydra,
+        run_dir.overrides: components.dump(resume.overrides),
+        run_dir.composed: components.dump(resume.composed),
+    }
+    return job_folder(run_dir, texts, new), job
 
 
 def prepare(resume: Resume) -> ResolvedJob:
@@ -232,62 +226,51 @@ def _check_kinds(run_dir: RunDir) -> None:
             raise InputError(f"{path} is {present}, expected {expected}; move it")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error."""
+@contextmanager
+def job_folder(run_dir: RunDir, texts: Mapping[Path, str], new: Sequence[Path] = ()) -> Iterator[RunDir]:
+    """The folder of a job with the files `texts`, which describe the job. The summary says how the job ended.
 
-    run_dir: RunDir
-    # The old content of these files, the summary and the ranks' error files; None without such a file. The size of
-    # each log, to which a job that was refused by a rank has added lines.
-    before: Mapping[Path, bytes | int | None]
-    new: Sequence[Path]  # the folders that were created for the job, the deepest first
-
-    @classmethod
-    def write(cls, run_dir: RunDir, texts: Mapping[Path, str], new: Sequence[Path] = ()) -> Preparation:
-        """Write the files that describe a job. Raises StorageError if one cannot be; all are then as before."""
-        sizes = {path: path.stat().st_size for path in run_dir.log_files()}
-        others = (run_dir.summary, run_dir.environment, run_dir.code_diff, *run_dir.rank_errors())
-        before = {path: read_if_exists(path) for path in (*texts, *others)}
-        preparation = cls(run_dir=run_dir, before={**sizes, **before}, new=new)
-        try:
-            # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
-            # not leave it next to the overrides of another command.
-            run_dir.composed.unlink(missing_ok=True)
-            for path, text in texts.items():
-                write_atomic(path, text)
-        except StorageError:
-            preparation.undo()
-            raise
-        return preparation
-
-    def undo(self) -> None:
-        """Remove what the job has created, and restore what was there before, and the logs. Raises StorageError."""
-        before = {**dict.fromkeys(self.run_dir.log_files()), **self.before}
-        for path, content in before.items():
-            if content is None:
-                path.unlink(missing_ok=True)
-            elif isinstance(content, int):
-                os.truncate(path, content)
-            elif content != read_if_exists(path):  # launchers remove error files
-                write_atomic(path, content)
-        if self.run_dir.path in self.new:  # this process holds the lock
-            self.run_dir.lock.unlink(missing_ok=True)
-        remove_empty(self.new)
-
-    def close(self, error: BaseException) -> None:
-        """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""
-        has_started = self.run_dir.began
+    If the job is refused before training starts, or a file cannot be written (StorageError), all is as before. `new`
+    are the folders that were created for the job, the deepest first.
+    """
+    others = (run_dir.summary, run_dir.environment, run_dir.code_diff, *run_dir.rank_errors())
+    before: dict[Path, bytes | int | None] = {path: path.stat().st_size for path in run_dir.log_files()}
+    before |= {path: read_if_exists(path) for path in (*texts, *others)}
+    try:
+        # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
+        # not leave it next to the overrides of another command.
+        run_dir.composed.unlink(missing_ok=True)
+        for path, text in texts.items():
+            write_atomic(path, text)
+    except StorageError:
+        _undo(run_dir, before, new)
+        raise
+    try:
+        yield run_dir
+    except BaseException as error:
+        has_started = run_dir.began
         with suppress(UnreadableFile):
-            has_started &= read_if_exists(self.run_dir.summary) != self.before[self.run_dir.summary]
+            has_started &= read_if_exists(run_dir.summary) != before[run_dir.summary]
         if has_started or not isinstance(error, InputError):
-            self.run_dir.write_ending(error)
-            return
-        with suppress(OSError, StorageError, UnreadableFile):
-            self.undo()
+            run_dir.write_ending(error)
+        else:
+            with suppress(OSError, StorageError, UnreadableFile):
+                _undo(run_dir, before, new)
+        raise
 
-    def __enter__(self) -> RunDir:
-        return self.run_dir
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self.close(error)
+def _undo(run_dir: RunDir, before: Mapping[Path, bytes | int | None], new: Sequence[Path]) -> None:
+    """Remove what a job has created, and restore what was there `before`. Raises StorageError.
+
+    It has the content of each file, None without one, and the size of each log, to which a rank has added lines.
+    """
+    for path, content in {**dict.fromkeys(run_dir.log_files()), **before}.items():
+        if content is None:
+            path.unlink(missing_ok=True)
+        elif isinstance(content, int):
+            os.truncate(path, content)
+        elif content != read_if_exists(path):  # launchers remove error files
+            write_atomic(path, content)
+    if run_dir.path in new:  # this process holds the lock
+        run_dir.lock.unlink(missing_ok=True)
+    remove_empty(new)

@@ -148,8 +148,7 @@ def _strategy(job: Job) -> Strategy:
             f"repro=strict adds gradients in a fixed order, which {type(job.strategy).__name__} does not keep; "
             "remove strategy=..., or use repro=exact"
         )
-    strict: Strategy = components.build_option("strategy", "strict")
-    return strict
+    return components.build_option("strategy", "strict")
 
 
 def _eval_batch(train: TrainBlock, dataset: Source) -> int:
@@ -166,9 +165,9 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     if job.init_from is not None and not job.model.pretrained:  # having both is refused later
         places.append(Path(job.init_from).expanduser())
     if places:
-        from lockstep.checkpoint.weights import trained_input  # most jobs start without weights
+        from lockstep.checkpoint.weights import find_card, weights_file  # most jobs start without weights
 
-        if known := next(filter(None, map(trained_input, places)), None):
+        if known := next(filter(None, (find_card(weights_file(place)) for place in places)), None):
             return known
     return job.model.trained_input() if job.starts_trained else None
 

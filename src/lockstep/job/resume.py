@@ -1,7 +1,5 @@
 """Decides what a command resumes, with which config, or says why it cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

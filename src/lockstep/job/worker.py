@@ -187,10 +187,8 @@ def exit_as_rank(path: Path, *objects: Any) -> NoReturn:
     code = 0
     try:
         run_rank(path, *objects)
-    except LockstepError as error:
-        code = error.exit_code
-    except Exception:  # the error file has the traceback; the launcher shows it
-        code = LockstepError.exit_code
+    except Exception as error:  # the error file has the traceback; the launcher shows it
+        code = as_known(error).exit_code
     listen(signal.SIG_IGN)
     leave(code)
 

@@ -14,13 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 from lockstep.core import log
 from lockstep.core.errors import Interrupted, LockstepError
-from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
+from lockstep.runtime.signals import StopRequest, stop_signals
 
 POLL_S = 0.05
 REACHED_S = 15.0  # seconds to wait for the store of an agent or a launcher, which exists before its ranks
 SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
-# Seconds that the other ranks have to end after one has failed: they may hang in a collective.
-RANKS_GRACE_S = 5.0
 # Why a process gets a SIGKILL that nobody of ours has sent.
 KILLED = "probably because the machine, or its memory cgroup (container), ran out of memory"
 
@@ -105,18 +103,6 @@ def forwarding(send: Callable[[int], None]) -> Iterator[Forwarding]:
         finally:
             signal.signal(signal.SIGTSTP, before)
             signal.signal(signal.SIGUSR2, stacks)
-
-
-@contextmanager
-def starting() -> Iterator[None]:
-    """The context in which ranks start: a variable names their launcher; they unblock signals when they hear them."""
-    os.environ[LAUNCHER] = str(os.getpid())
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        del os.environ[LAUNCHER]
 
 
 def in_thread(call: Callable[[], T]) -> futures.Future[T]:

@@ -6,7 +6,8 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -20,23 +21,15 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.inline import Inline
-from lockstep.launcher.processes import (
-    KILLED,
-    POLL_S,
-    RANKS_GRACE_S,
-    REACHED_S,
-    Fresh,
-    Process,
-    forwarding,
-    in_thread,
-    starting,
-    wait,
-)
+from lockstep.launcher.processes import KILLED, POLL_S, REACHED_S, Fresh, Process, forwarding, in_thread, wait
 from lockstep.runtime import child
 from lockstep.runtime.addresses import LOOPBACK, loopback_server
 from lockstep.runtime.forking import Fork, can_fork
 from lockstep.runtime.pickled import packed
-from lockstep.runtime.signals import not_begun
+from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, not_begun
+
+# Seconds that the other ranks have to end after one has failed: they may hang in a collective.
+RANKS_GRACE_S = 5.0
 
 
 @option("launcher")
@@ -66,7 +59,7 @@ class Spawn(Inline):
         words = (sys.executable, "-m", child.__name__, str(os.getpid()), entry.module, str(run_dir.path))
         fork, children = self.can_fork(), Children()
         with packed(() if fork else entry.objects) as file, children, forwarding(children.send) as request:
-            with starting():
+            with _starting():
                 for rank in range(int(self.ranks)):
                     variables = {
                         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
@@ -95,6 +88,18 @@ class Spawn(Inline):
                     return failure
                 raise failure  # inside `forwarding`, which turns it into Interrupted after a second SIGINT
         return None
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """The context in which ranks start: a variable names their launcher; they unblock signals when they hear them."""
+    os.environ[LAUNCHER] = str(os.getpid())
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        del os.environ[LAUNCHER]
 
 
 def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Process:

@@ -8,8 +8,6 @@ Each record is a separate file, replaced in one step by whoever runs the job. So
 machines can write the ledger of one sweep on a network file system, where SQLite's write-ahead log does not work.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lockstep.config.commands import key_of
 from lockstep.config.history import present_key, present_values, present_words
@@ -29,7 +27,7 @@ from lockstep.config.options import default_of_key
 from lockstep.config.roles import identity_of, role_of
 from lockstep.config.schema import Job
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped, StorageError, as_known
+from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
 from lockstep.core.formats import FileFormat, check_format, stamp
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
@@ -68,7 +66,7 @@ class Identity:
         text = json.dumps([self.base, self.swept], sort_keys=True)  # which decide what the score is
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def difference(self, other: Identity) -> str:
+    def difference(self, other: Self) -> str:
         """The differences between this sweep and `other`, for a sentence; empty if there are none."""
         if self.swept != other.swept:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
@@ -162,8 +160,7 @@ class Ledger:
 
     def write(self, record: Record) -> Record:
         """Replace the record of a job. Raises StorageError, and leaves the old record unchanged."""
-        text = json.dumps(dataclasses.asdict(record), indent=2)
-        write_atomic(self.path_of(record.number), text + "\n")
+        write_atomic(self.path_of(record.number), json.dumps(dataclasses.asdict(record), indent=2) + "\n")
         return record
 
     def start(self, record: Record) -> Record:
@@ -259,8 +256,8 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
         error = raised.error if isinstance(raised, JobError) else raised
         if isinstance(error, StopNow | KeyboardInterrupt):
             error = signals.not_begun(Run(ledger.folder / record.folder).saved)
-        translated = error if isinstance(error, LockstepError) else None
-        if translated is None and isinstance(error, Exception):
+        translated = None
+        if isinstance(error, Exception):
             from lockstep.config.messages import translate  # a job that ends well needs none
 
             translated = translate(error)

@@ -214,8 +214,8 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
                 row[key] = Setting(",".join(several))
         row |= _figures(scores[values], best)
         count = Counter(run.state for run in group)
-        row["state"] = ", ".join(f"{number} {state}" for state, number in count.items())
-        row["state"] = group[0].status if len(group) == 1 else row["state"]
+        states = ", ".join(f"{number} {state}" for state, number in count.items())
+        row["state"] = group[0].status if len(group) == 1 else states
         if all(isinstance(run, JobRun) for run in runs) and len({run.folder.parent for run in runs}) == 1:
             row["jobs"] = [run.record.number for run in group if isinstance(run, JobRun)]
         row |= {"monitor": monitor.name, "direction": monitor.direction}

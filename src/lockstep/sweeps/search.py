@@ -91,7 +91,7 @@ def halve(pool: Pool, records: Sequence[Record], jobs: Mapping[int, SweepJob], f
             if runs(record) and not has_enough(record)
         ]
         pool.run(started, enough=has_enough)
-        racing = [ledger.record(record.number) for record in racing]
+        racing = [ledger.read(record) for record in racing]
         scores = {record.number: score_at(ledger, record, share, direction) for record in racing}
         if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
             raise Stopped(f"jobs were stopped in round {rung}: {', '.join(stopped)}; rerun the command to continue")

@@ -188,10 +188,7 @@ class OptunaSweeper(GridSweeper):
         import optuna
 
         (seed,) = np.random.SeedSequence((self.study["seed"], ended)).generate_state(1)
-        sampler: optuna.samplers.BaseSampler = getattr(optuna.samplers, SAMPLERS[self.study["sampler"]])(
-            seed=int(seed)
-        )
-        return sampler
+        return getattr(optuna.samplers, SAMPLERS[self.study["sampler"]])(seed=int(seed))
 
 
 def distribution(word: Override) -> BaseDistribution:

@@ -176,7 +176,7 @@ class SweepView:
         if not self.live.is_started:
             return
         for number, progress in self.running.items():  # each job writes its own record
-            self.records[number] = self.ledger.record(number)
+            self.records[number] = self.ledger.read(self.records[number])
             progress.update(self.records[number], self.share)
         width = self.live.console.width
         table = lines_of([*self._columns()], width, second_lines=False) if self.running else ()
