@@ -44,6 +44,14 @@ def test_a_model_has_learnt_if_its_interval_is_above_the_largest_class(
     assert f"always saying the largest class gets {100 * max(images) / sum(images):.2f} %" in line
 
 
+@pytest.mark.parametrize(("low", "learnt"), [(0.5, False), (0.5 + 1e-9, True)])
+def test_an_interval_that_begins_at_the_share_of_the_largest_class_shows_nothing(
+    low: float, learnt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.diagnostics.listener.wilson", lambda right, total: (low, 1.0))
+    assert str(learning(of_photos(), PLAN, SCORES)).startswith("nothing shown yet: ") != learnt
+
+
 def test_the_interval_is_shown_where_few_images_make_it_wide() -> None:
     twenty = learning(of_photos(), PLAN, replace(SCORES, score=70.0, total=20, images=[10, 10]))
     assert "70.00 % top-1 (48 to 85 % with 20 images);" in str(twenty)

@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm, WideResNet
 from lockstep.models.nets import MaxPoolTo, check_model_size, sketch
 from lockstep.models.wide_resnet import Block
-from lockstep.models.zoo import network_options
+from lockstep.models.zoo import built, network_options
 
 
 def parameters(model: nn.Module) -> int:
@@ -165,6 +165,26 @@ def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.Monke
         monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda size=size: size)
         with nullcontext() if size == room else pytest.raises(InputError, match="3 x 8 parameters and the buffers"):
             check_model_size(nn.BatchNorm1d(4), copies=3)
+
+
+class OfOneSize(nn.Sequential):
+    """A network for images of 8 x 8 pixels alone."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 2, 8), nn.Flatten(), nn.Linear(2, 5))
+
+
+@pytest.mark.parametrize("sides", [(8, 9), (9, 8), (9, 9), (8, 7)])
+def test_an_image_of_another_height_or_width_is_tried_before_training(sides: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match=r"use dataset\.input_size=8, the size that it was made for"):
+        built(OfOneSize, (3, *sides), name="mine", usual=8, pretrained=False)
+
+
+def test_an_image_of_the_usual_size_is_not_tried_and_a_network_that_fails_names_no_other() -> None:
+    assert isinstance(built(nn.Identity, (3, 8, 8), name="mine", usual=8, pretrained=False), nn.Identity)
+    with pytest.raises(InputError, match="cannot be built for images of 3x8x8") as caught:
+        built(lambda: 1 / 0, (3, 8, 8), name="mine", usual=8, pretrained=False)  # type: ignore[arg-type, return-value]
+    assert "input_size" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("depth", "width", "size"), [(16, 4, 2_748_890), (40, 2, 2_243_546), (28, 10, 36_479_194)])

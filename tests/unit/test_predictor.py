@@ -6,6 +6,7 @@ import re
 import shutil
 import urllib.request
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
-from lockstep.core.model_card import METADATA_KEY, MOST_CHARACTERS, ModelCard, TrainedInput
+from lockstep.core.model_card import FITS, METADATA_KEY, MOST_CHARACTERS, VIEWS, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.datasets.arrays import ArraySplit
@@ -102,6 +103,20 @@ def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: 
     assert predictor.card.averaged == ("ema" in overrides)
     if not predictor.card.averaged:  # the logged loss is that of the model, not of its average
         assert loss == best["loss/val"]
+
+
+@pytest.mark.parametrize(("fit", "views"), [*itertools.product(FITS, VIEWS)])
+def test_a_photo_of_every_fit_is_averaged_over_every_number_of_views(of_photos: RunDir, fit: str, views: int) -> None:
+    loaded = lockstep.load(of_photos.path, device="cpu")
+    card = replace(loaded.card, fit=fit, eval_views=views)
+    predictor = replace(loaded, card=card, transforms=replace(loaded.transforms, preprocessing=card))
+    pixels = predictor.preprocess(next(of_photos.path.parent.rglob("*.png")))
+    moved = [F.pad(pixels, [1] * 4, "reflect")[..., at : at + 16, at : at + 16] for at in (0, 2)]
+    halves = {1: [(1.0, pixels)], 2: [(1.0, pixels)], 6: [(0.5, pixels), *((0.25, view) for view in moved)]}[views]
+    both = [(weight / 2, view) for weight, own in halves for view in (own, own.flip(-1))] if views > 1 else halves
+    with torch.no_grad():
+        expected = sum(weight * predictor.model(view) for weight, view in both)
+    torch.testing.assert_close(predictor.values(next(of_photos.path.parent.rglob("*.png"))), expected)
 
 
 @pytest.mark.parametrize("reader", ["load", "init_from"])
@@ -272,7 +287,13 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
         "cannot be built|is of another model",
     ),
     "huge classes": ({"classes": 10**12}, "its classes is 1000000000000, expected a whole number from 1"),
-    "names of others": ({"class_names": ["a"]}, "it has 1 class_names, expected one for each of 10"),
+    **{
+        f"{number} names": (
+            {"class_names": ["a"] * number},
+            f"it has {number} class_names, expected one for each of 10",
+        )
+        for number in (1, 9, 11)
+    },
     "zero std": ({"std": [0]}, r"its std is \[0\], expected a list of numbers from"),
     "too many means": ({"mean": [0.5] * 3}, "its image_shape, mean and std have 1, 3 and 1 channels, expected the 1"),
     "three views": ({"eval_views": 3}, "its eval_views is 3, expected one of 1, 2, 6"),

@@ -108,3 +108,11 @@ def test_a_model_that_cannot_take_images_says_which_it_can(name: str, shape: tup
         InputError, match=rf"model={name} cannot be built for images .*use dataset\.input_size={size}"
     ):
         Timm(name=name).build(10, shape)
+
+
+def test_all_weights_of_timm_are_evaluated_on_a_part_of_a_stored_image() -> None:
+    inputs = {name: Timm(name=name).trained_input() for name in timm.list_pretrained()}
+    crops = {name: trained.eval_crop for name, trained in inputs.items() if trained is not None}
+    assert len(crops) > 1000
+    assert {name: crop for name, crop in crops.items() if not 0.5 < crop <= 1} == {}
+    assert crops["volo_d5_512.sail_in1k"] == 1, "of 1.15"

@@ -298,6 +298,19 @@ def test_cuts_are_disjoint_and_complete_and_leave_groups_whole(
         assert not {*groups[chosen].tolist()} & {*groups[~chosen].tolist()}
 
 
+@given(UNITS)
+def test_a_group_is_ranked_among_the_groups_of_its_commonest_class(units: list[tuple[int, int]]) -> None:
+    of, place, total = examples_of(units).units("key")
+    labels: dict[int, list[int]] = {}
+    for unit, (_, label) in zip(of.tolist(), units, strict=True):
+        labels.setdefault(unit, []).append(label)
+    classes = {unit: min(own, key=lambda label: (-own.count(label), label)) for unit, own in labels.items()}
+    for label in {*classes.values()}:
+        own_units = sorted(unit for unit, its in classes.items() if its == label)
+        assert place[own_units].tolist() == [*range(len(own_units))], "numbered in the order of their hashes"
+        assert {*total[own_units].tolist()} == {len(own_units)}
+
+
 @given(st.lists(st.integers(0, 3), min_size=8, max_size=80), st.integers(2, 70))
 def test_a_limit_is_a_number_of_examples_and_leaves_one_of_each_class(labels: list[int], limit: int) -> None:
     examples = Examples([b"%d" % n for n in range(len(labels))], torch.tensor(labels), "abcd", "classes")

@@ -70,6 +70,13 @@ def test_images_are_those_of_the_weights() -> None:
     assert trained.interpolation == usual.interpolation.value
 
 
+def test_all_weights_were_evaluated_on_a_part_of_a_stored_image() -> None:
+    tagged = [name for model in models_of(TORCHVISION) for name in tagged_names(f"{TORCHVISION}.{model}")]
+    crops = {name: Torchvision(name=name.partition(".")[2]).trained_input().eval_crop for name in tagged}
+    assert len(crops) > 100
+    assert {name: crop for name, crop in crops.items() if not 0.8 < crop <= 1} == {}
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

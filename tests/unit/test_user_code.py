@@ -177,6 +177,18 @@ def test_a_long_diff_is_cut_and_says_so(package: Path, monkeypatch: pytest.Monke
     assert diff.splitlines()[-1].startswith(b"# cut: the diff has 1,400,")
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_new_file_is_in_the_diff_up_to_a_number_of_bytes(
+    package: Path, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    written(package, {"new.py": "x = 1\n"})
+    own = read(package).diff
+    monkeypatch.setattr(user_code, "NEW_FILE_LIMIT", len(own) - more)
+    assert read(package).diff == (
+        b"# left out: src/mine/new.py is new, and its diff has %d bytes\n" % len(own) if more else own
+    )
+
+
 def test_files_that_cannot_be_read_do_not_stop_a_run(package: Path) -> None:
     (package / "loop.py").symlink_to("loop.py")
     subprocess.run(["mkfifo", str(package / "pipe.py")], check=True)

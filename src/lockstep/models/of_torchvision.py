@@ -103,7 +103,7 @@ class Torchvision(Network):
         (size,), (resized,), interpolation = usual.crop_size, usual.resize_size, usual.interpolation.value
         return TrainedInput(
             input_shape=(3, size, size),
-            eval_crop=min(1.0, size / resized),
+            eval_crop=size / resized,
             mean=tuple(usual.mean),
             std=tuple(usual.std),
             interpolation=interpolation if interpolation in INTERPOLATIONS else INTERPOLATION,
