@@ -230,6 +230,16 @@ def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size:
         assert ks_2samp(our_values, their_values, method="asymp").pvalue > 1e-4
 
 
+@pytest.mark.parametrize("size", [(10, 20), (20, 10)])
+def test_a_box_of_a_whole_side_is_at_every_place_along_the_other(size: tuple[int, int]) -> None:
+    square = RandomResizedCrop(scale=[0.5, 0.5], ratio=[1.0, 1.0])
+    boxes = square.boxes(draws(400), torch.tensor(size).expand(400, 2))
+    along = 0 if size[0] > size[1] else 1
+    assert {*boxes[:, along].tolist()} == {*range(11)}
+    assert (boxes[:, 1 - along] == 0).all()
+    assert (boxes[:, 2:] == 10).all()
+
+
 def test_after_crop_mirrors_the_same_images_as_the_whole_augmentation() -> None:
     batch, rng = images(64, 3, 8, 8), draws(64)
     for kind in (RandomResizedCrop, RandAugment):

@@ -198,6 +198,13 @@ def npy(shape: tuple[int, ...]) -> bytes:
 TOO_MUCH = r"(has|have) [\d,]+ bytes, expected at most"
 IMAGES: dict[str, tuple[int, Bomb, str]] = {
     "a tile for Pillow": (3, lambda: tiff({**SIZE, 322: [46_000], 323: [46_000]}, [zlib.compress(b"x")]), TOO_MUCH),
+    "a tile of RGB for Pillow": (
+        3,
+        lambda: tiff(
+            {**SIZE, 277: [3], 258: [8, 8, 8], 262: [2], 322: [30_000], 323: [30_000]}, [zlib.compress(b"x")]
+        ),
+        r"has 2,700,000,000 bytes, expected at most",
+    ),
     "planes of tiles for Pillow": (
         3,
         lambda: tiff({**SIZE, 277: [3], 262: [2], 284: [2], 322: [46_000], 323: [46_000]}, [zlib.compress(b"x")] * 3),

@@ -180,8 +180,12 @@ def test_a_pickle_of_cifar_that_is_not_the_published_one_is_not_opened(
     folder = tmp_path / CIFAR10.unpacked
     cifar_files(monkeypatch, folder, datasets.CIFAR10)
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch " + os.fsencode(tmp_path / "ran") + b"'\ntR.")
-    with pytest.raises(InputError, match=r"CIFAR10 cannot be read from .* not the published one by its md5\); put"):
-        CIFAR10(root=str(tmp_path)).train()
+    monkeypatch.setattr(datasets.CIFAR10, "url", "file:///nowhere/cifar.tar.gz")
+    for read in (CIFAR10.train, CIFAR10.prepare):  # also where it cannot be downloaded again
+        with pytest.raises(
+            InputError, match=r"CIFAR10 cannot be read from .* not the published one by its md5\); put"
+        ):
+            read(CIFAR10(root=str(tmp_path)))
     assert not (tmp_path / "ran").exists()
 
 

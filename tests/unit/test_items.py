@@ -87,6 +87,8 @@ def test_grey_and_binary_images_and_transparent_ones_are_read_as_files_are() -> 
     assert option(Photos(grey_of), Photos(), channels=3).train().fetch([1]).shape == (1, 3, SIDE, SIDE)
     assert option(Photos(grey_of), Photos()).eval().fetch([1]).shape == (1, 1, SIDE, SIDE)
     np.testing.assert_array_equal(pixels_of(np.array(grey)), pixels_of(torch.from_numpy(np.array(grey))))
+    np.testing.assert_array_equal(pixels_of(grey.convert("1"))[..., 0], np.array(grey.convert("1")) * np.uint8(255))
+    assert option(Photos(lambda image: grey_of(image).convert("1")), Photos()).image_shape == (1, SIDE, SIDE)
     assert set(np.unique(pixels_of(np.array(grey) > 100))) == {0, 255}
     assert pixels_of(Image.new("RGBA", (2, 2), (0, 0, 0, 0))).tolist() == [[[255] * 3] * 2] * 2
     deep = Image.fromarray(np.full((2, 2), 0x8000, np.uint16))
@@ -177,6 +179,9 @@ def test_images_of_several_sizes_need_one_size() -> None:
 def test_items_keep_their_one_size_and_photographs_get_the_usual_one() -> None:
     for train, size in ((Photos(), None), (broken("small"), "auto")):
         assert option(train, Photos(), decode_size="auto").located().decode_size == size
+    larger = Photos(lambda image: Image.fromarray(image).resize((SIDE, SIDE + 1)))
+    for splits in ((larger, Photos(), Photos()), (Photos(), larger, Photos()), (Photos(), Photos(), larger)):
+        assert option(*splits, decode_size="auto").located().decode_size == "auto"
 
 
 def test_grey_items_among_those_with_colours_are_of_one_size() -> None:

@@ -232,7 +232,9 @@ def test_auto_keeps_small_data_on_the_device_and_streams_other_data(folder: Fold
     kind, reason = Auto(resident_gb=1.0).choose(task(Digits(), gigabytes=21.6))
     assert kind == Streaming(workers=0)
     assert reason == "21.6 GB do not fit in 1.0 GB; images in memory"
-    assert Auto(resident_gb=1.0, workers=3).choose(task(Digits(), gigabytes=21.6))[0] == Streaming(workers=3)
+    for own in ({"workers": 3}, {"workers": 3, "prefetch": 5}):
+        assert Auto(resident_gb=1.0, **own).choose(task(Digits(), gigabytes=21.6))[0] == Streaming(**own)
+    assert Auto(prefetch=5).choose(task(Digits()))[0] == Streaming(workers=1, prefetch=5)
     assert Auto().choose(task(folder, reads=61))[0] == Resident()
     kind, reason = Auto().choose(task(folder, reads=60))
     assert isinstance(kind, Streaming)

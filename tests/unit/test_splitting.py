@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import re
 import shutil
 import tarfile
@@ -18,6 +19,7 @@ from PIL import Image
 
 import lockstep
 from lockstep.config.options import classes_of
+from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.tags import Monitor
@@ -82,8 +84,11 @@ def test_a_file_that_is_added_moves_few_others(tmp_path: Path) -> None:
     assert moved <= 4, "one over each of the cuts of its class"
 
 
-@pytest.mark.parametrize(("limit", "left"), [(0.1, [10, 1, 1]), (30, [19, 10, 1]), (1, [100, 50, 3])])
-def test_a_limit_leaves_a_share_of_each_class(limit: float, left: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "left", "words"),
+    [(0.1, [10, 1, 1], "10 %"), (30, [19, 10, 1], "30 images"), (1, [100, 50, 3], "100 %")],
+)
+def test_a_limit_leaves_a_share_of_each_class(limit: float, left: list[int], words: str, tmp_path: Path) -> None:
     sizes = {"a": 100, "b": 8 if limit == 0.1 else 50, "c": 3}
     path = folder_of(tmp_path, sizes)
     for name in sizes:
@@ -93,6 +98,7 @@ def test_a_limit_leaves_a_share_of_each_class(limit: float, left: list[int], tmp
         counts = split.labels.bincount(minlength=3).tolist()
         assert counts == left
     assert source.fingerprint() != Folder(path=path).fingerprint() or limit == 1
+    assert source.notes()[0] == f"dataset.limit leaves {words} of each split: a first try"
 
 
 @pytest.mark.parametrize(
@@ -230,6 +236,37 @@ def test_every_source_of_files_keeps_groups_whole(name: str, by: str, root: Path
     assert sizes == [[8, 8, 8], [8, 8, 8]], "one group of each class"
     limited = levels(source(name, root, limit=9, **{by: how if by == "group_column" else r"(\w+\d)_"}))
     assert (len(limited[0]), len({number % 6 for number, _ in limited[0]})) == (8, 2), "two whole groups"
+
+
+@pytest.mark.parametrize("two", [*itertools.combinations(SPLIT_NAMES, 2)], ids="-".join)
+def test_a_group_in_any_two_of_the_splits_is_refused(two: tuple[str, str]) -> None:
+    splits = {}
+    for name in SPLIT_NAMES:
+        groups = listing.as_names([f"own of {name}", "shared" if name in two else f"other of {name}"])
+        splits[name] = listing.Files(Path, groups, torch.zeros(2), ("a",), groups=groups)
+    names = " and in the ".join(SPLIT_NAMES[name] for name in two)
+    with pytest.raises(InputError, match=f"the group 'shared' has images in the {names} split, as 1 groups have"):
+        listing.check_groups(splits)
+
+
+CUTS = [  # by version 1.0: three folds, a share to evaluate, one to test, a limit as a share and as a number
+    "001001000110",
+    "000110110000",
+    "110000001001",
+    "000001100110",
+    "000010001101",
+    "001100011011",
+    "001000011011",
+]
+
+
+def test_cuts_are_those_of_earlier_versions() -> None:
+    """A run that resumes, and the folds of a cross-validation that was half done, cut as before."""
+    examples = examples_of([(number, number % 2) for number in range(12)])
+    cuts = [examples.fold(3, fold) for fold in range(3)]
+    cuts += [examples.share("val_share", 0.3), examples.share("test_share", 0.3), examples.within(0.5)]
+    cuts += [examples.within(5)]
+    assert ["".join(map(str, cut.astype(int))) for cut in cuts] == CUTS
 
 
 @pytest.mark.parametrize("name", FILES)
