@@ -181,6 +181,9 @@ def test_a_range_of_machines_grows_up_to_the_most_and_their_numbers_end_below_it
     most = str(MOST_NODES)
     fits = {1: True, MOST_NODES: True, MOST_NODES + 1: False, 0: False, "2:2": True, f"1:{most}": True, "3:2": False}
     assert {value: NODES.fits(value) for value in fits} == fits
+    ranges = {1: ((1, 1), 3), "2:4": ((2, 4), 12), "4:4": ((4, 4), 12)}
+    launchers = {nodes: Elastic(ranks=3, nodes=nodes) for nodes in ranges}
+    assert {nodes: (own.node_range, own.world_size) for nodes, own in launchers.items()} == ranges
     for number, refused in ((1, False), (2, True)):
         elastic = Elastic(nodes=2, rendezvous="[::1]:29500", node_rank=number)
         if refused:

@@ -3,16 +3,18 @@
 import json
 import math
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers import train_here
-from lockstep.core.run import Run
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 
+NO_PROCESS = 2**22 + 1  # more than any system numbers
 # What can be asked of a run, and the file that has it.
 CONTENTS: dict[str, Callable[[RunDir], Path]] = {
     "summary": lambda run: run.summary,
@@ -79,6 +81,27 @@ def test_a_summary_of_other_types_is_damaged_as_a_whole(tmp_path: Path, key: str
         run.read_summary()
     assert Run(tmp_path).summary == Run(tmp_path).spent == {}
     assert Run(tmp_path).id is None
+
+
+@pytest.mark.parametrize(
+    ("lock", "state"),
+    [
+        (None, State.killed),
+        ({"host": socket.gethostname(), "pid": os.getpid()}, State.running),
+        ({"host": socket.gethostname(), "pid": NO_PROCESS}, State.killed),
+        ({"host": "another", "pid": os.getpid()}, State.running),
+        ({"host": "another", "pid": NO_PROCESS}, State.running),
+        ({"pid": os.getpid()}, State.killed),
+    ],
+)
+def test_a_run_runs_while_its_process_lives_and_on_another_machine_nobody_knows(
+    tmp_path: Path, lock: dict[str, object] | None, state: State
+) -> None:
+    run = RunDir.at(tmp_path)
+    run.start_summary()
+    if lock is not None:
+        run.lock.write_text(json.dumps(lock))
+    assert Run(tmp_path).state == state
 
 
 @pytest.mark.parametrize("key", ["started", "objective", "img_per_s", "spent", "time"])

@@ -34,6 +34,11 @@ def test_one_interrupt_that_arrives_twice_saves_and_a_later_one_does_not(monkeyp
         request.take(signal.SIGINT)
         assert (request.requested, request.force) == (True, force)
     assert isinstance(request.error(), Interrupted)
+    now, exactly = 1.0, after_a_step()
+    exactly.take(signal.SIGINT)
+    now += AGAIN_S
+    exactly.take(signal.SIGINT)
+    assert exactly.force, "it counts from `AGAIN_S` on"
     polite = after_a_step()
     for _ in range(3):
         now += 2 * AGAIN_S
