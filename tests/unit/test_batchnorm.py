@@ -47,11 +47,11 @@ def values(*shape: int) -> Tensor:
 
 
 def train_twice(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Two training passes: output and gradients of the second pass, and the layer's state after it."""
+    """Two training passes on other numbers: output, gradients and state of the layer after the second one."""
     layer.train()
-    for _ in range(2):
+    for factor in (2, 1):
         layer.zero_grad()
-        inputs = x.clone().requires_grad_()
+        inputs = (factor * x).requires_grad_()
         output = layer(inputs)
         (output * torch.arange(output.numel(), dtype=torch.float64).view_as(output).sin()).sum().backward()
     assert inputs.grad is not None
@@ -82,10 +82,10 @@ def test_the_parts_of_the_ranks_are_one_batch_however_uneven_they_are(
     def train(world: World) -> dict[str, Tensor]:
         """The second of two passes on this rank's part."""
         _, layer = pair(nn.BatchNorm2d(3, momentum=momentum))
-        for _ in range(2):
+        for factor in (2, 1):
             layer.zero_grad()
             part, weights_of_part = parts[world.rank]
-            inputs = part.clone().requires_grad_()
+            inputs = (factor * part).requires_grad_()
             output = layer.train()(inputs)
             (output * weights_of_part).sum().backward()
         gradients = {f"gradient of {name}": parameter.grad for name, parameter in layer.named_parameters()}

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, InputError, first_of, shown
+from lockstep.core.figures import number_or_text
 from lockstep.core.launch_env import launched_place
 from lockstep.core.model import best_classes, head_layers, log_odds, model_mode, within
 from lockstep.core.model_card import SOFTMAX
@@ -200,6 +201,19 @@ def test_the_shorter_side_decides_and_the_least_side_is_enough(height: int, widt
     else:
         with pytest.raises(InputError, match=f"images of 9x9 pixels or more, the data set gives {height}x{width};"):
             check_side("whitenet", (3, height, width), least=9, usual=32)
+
+
+def test_a_value_is_a_number_if_it_is_finite() -> None:
+    values = {
+        "0.5": 0.5,
+        "1e-3": 0.001,
+        "-2": -2.0,
+        "nan": "nan",
+        "inf": "inf",
+        "-Infinity": "-Infinity",
+        "sgd": "sgd",
+    }
+    assert {text: number_or_text(text) for text in values} == values
 
 
 def test_bytes_are_told_in_the_unit_that_they_fill() -> None:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from helpers import ROOT
 from lockstep.config import extensions
-from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command
+from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command, typed_strategy
 from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 
 
 def invoked(*words: str) -> Invocation:
@@ -80,6 +80,11 @@ def test_bash_reads_the_words_that_were_meant(text: str) -> None:
     assert shown.stdout.splitlines() == words
 
 
+def test_the_last_strategy_of_a_line_is_the_one_that_is_typed() -> None:
+    lines = {"strategy=ddp strategy=fsdp": "fsdp", "++strategy=ddp seed=1": "ddp", "strategy.cpu_offload=true": ""}
+    assert {line: typed_strategy(line.split()) for line in lines} == lines
+
+
 def test_a_path_that_exists_is_read_by_hydra_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "seed=1,lr=[2]").mkdir()
@@ -97,7 +102,7 @@ def test_the_newest_run_is_named_by_its_folder_which_stays_when_another_one_star
     for key in ("resume", "init_from"):
         word = quoted_path(f"{key}={tmp_path / 'latest'}")
         RunDir.at(tmp_path / "second").mark_latest(tmp_path)
-        assert word == override(key, run.path)
+        assert word == override(key, relative(run.path))
         run.mark_latest(tmp_path)
 
 

@@ -5,7 +5,9 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -154,6 +156,23 @@ def test_an_address_of_this_machine_is_its_own_and_has_an_interface() -> None:
     assert addresses.is_own_address("127.0.0.1", 29500)
     assert addresses.is_own_address("localhost", 29500)
     assert not addresses.is_own_address("198.51.100.1", 29500)
+
+
+def test_an_alias_is_of_its_interface_and_a_name_is_of_any_machine_that_has_one_of_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    addresses_of = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "eth0:1": ["10.0.0.3"], "usb0": ["169.254.1.1"]}
+    entries = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=text) for text in texts]
+        for name, texts in addresses_of.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    monkeypatch.setattr(addresses, "interface_to", lambda host, port: None)
+    assert addresses.interface_of("10.0.0.3") == addresses.interface_elsewhere() == "eth0"
+    for order in (("198.51.100.1", "127.0.0.1"), ("127.0.0.1", "198.51.100.1")):
+        found = [(socket.AF_INET, address) for address in order]
+        monkeypatch.setattr(addresses, "resolve_host", lambda host, port, found=found: found)
+        assert addresses.is_own_address("both", 29500)
 
 
 def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
 from lockstep.cli.sweep import failure_of
 from lockstep.config.hydra_versions import initialize_config_dir
-from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
+from lockstep.core.errors import InputError, Interrupted, LockstepError, NumericalError, Stopped, StorageError
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.core.tags import Direction, Monitor
@@ -40,7 +40,7 @@ from lockstep.records.record import Record, checked_direction
 from lockstep.records.runs import JobRun, read_jobs
 from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.host import CORES, VISIBLE
-from lockstep.runtime.signals import RUNG_END
+from lockstep.runtime.signals import RUNG_END, STOPPED_EARLY
 from lockstep.sweeps import search
 from lockstep.sweeps.devices import Devices, Needs, Share
 from lockstep.sweeps.line import choose_folder, sweep_of_line
@@ -837,6 +837,30 @@ def test_an_error_that_several_jobs_have_is_said_once_in_the_lines_the_table_the
     assert failure_of(2, tmp_path).args[:2] == ("jobs 0, 1, 3: no folder", "job 2: odd")
     notes = sweep_page(ledger)
     assert notes.count("no folder") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "of_job", "error", "says"),
+    [
+        (2, 2, InputError, "job 0: odd"),
+        (70, 70, LockstepError, "job 0: odd"),
+        (75, 75, Stopped, "job 0: odd"),
+        (75, 2, Stopped, STOPPED_EARLY),
+        (75, None, Stopped, STOPPED_EARLY),
+        (-signal.SIGTERM, 2, Stopped, STOPPED_EARLY),
+        (-signal.SIGKILL, 2, LockstepError, "the process of the sweep ended with exit code -9, and nothing says why"),
+        (70, None, LockstepError, "the process of the sweep ended with exit code 70, and nothing says why"),
+    ],
+)
+def test_a_sweep_from_a_program_ends_with_its_jobs_errors_unless_something_else_ended_it(
+    tmp_path: Path, code: int, of_job: int | None, error: type[LockstepError], says: str
+) -> None:
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    if of_job is not None:
+        ledger.end(ledger.start(record), State.failed, exit_code=of_job, error="odd")
+    failure = failure_of(code, tmp_path)
+    assert (type(failure), failure.args[0]) == (error, says)
 
 
 @pytest.fixture

@@ -2,15 +2,19 @@
 
 import math
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 import pytest
 
+from lockstep.core.errors import InputError
+from lockstep.core.native_threads import LEAST_ADDRESS_SPACE, check_address_space
 from lockstep.core.world import World
 from lockstep.runtime import host
 from lockstep.runtime.host import CORES, cores, memory_left
@@ -103,6 +107,7 @@ def test_the_memory_is_what_the_nearest_limit_leaves(
         ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "500000", "cpu/a/cpu.cfs_period_us": "100000"}, 5),
         ("3:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),
         ("0::/", {"cpu.max": "99999999 100000"}, 64),
+        ("2:cpuset:/b\n3:cpu:/", {"cpu/b/cpu.cfs_quota_us": "1", "cpu/b/cpu.cfs_period_us": "1"}, 64),
     ],
 )
 def test_the_cores_are_those_of_the_affinity_within_the_quota(
@@ -112,6 +117,18 @@ def test_the_cores_are_those_of_the_affinity_within_the_quota(
     assert cores() == number
     monkeypatch.setenv(CORES, "2")
     assert cores() == min(2, number), "a job beside others has its share"
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_enough"),
+    [(resource.RLIM_INFINITY, True), (LEAST_ADDRESS_SPACE, True), (LEAST_ADDRESS_SPACE - 1, False)],
+)
+def test_a_limit_of_the_address_space_is_refused_if_torch_needs_more(
+    monkeypatch: pytest.MonkeyPatch, limit: int, is_enough: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, resource.RLIM_INFINITY))
+    with nullcontext() if is_enough else pytest.raises(InputError, match=r"to 4\.0 GB, expected at least 4 GB"):
+        check_address_space()
 
 
 def test_without_linux_there_is_no_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from lockstep.core.errors import (
 )
 from lockstep.core.figures import csv_row
 from lockstep.core.run_dir import RunDir
-from lockstep.core.table import Column, column_of_settings, shortened, show_table
+from lockstep.core.table import Column, column_of_settings, html_table, lines_of, row_lines, shortened, show_table
 from lockstep.runtime import program
 
 
@@ -125,6 +126,18 @@ def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.startswith("a sentence\n")
     assert "a  b" in done.stdout
+
+
+def test_a_table_that_just_fits_has_all_its_columns() -> None:
+    columns = [Column("run", ["one"]), Column("lr", ["0.1"], may_move=True)]
+    assert {width: "lr" in next(lines_of(columns, width)).plain for width in (7, 8)} == {7: False, 8: True}
+
+
+def test_a_row_lacks_only_what_is_none() -> None:
+    row = {"a": 0, "b": 0.0, "c": False, "d": "", "e": None}
+    assert row_lines([row], "csv") == ["a,b,c,d,e", "0,0.0,False,,"]
+    assert html_table([row]).endswith("<tr><td>0</td><td>0.0</td><td>False</td><td></td><td></td></tr></table>")
+    assert json.loads("".join(row_lines([row], "json"))) == [row]
 
 
 @pytest.mark.parametrize("width", [1, 39])

@@ -82,6 +82,14 @@ def test_an_epoch_without_an_evaluation_ends_too() -> None:
     assert [step for moment, step in watch.moments if moment == "epoch_end"] == [2, 4], "the fifth step begins one"
 
 
+def test_a_run_begins_in_its_first_epoch_and_each_step_is_in_its_own() -> None:
+    epochs = set[tuple[str, int, int]]()
+    watch = Told(lambda moment, run: epochs.add((moment, run.step, run.epoch)))
+    fitted(told_by(watch, steps=5, every={**LATER, "eval_every": 9}))
+    assert {moment for moment, *_ in epochs} > {"run_start", "epoch_start", "epoch_end", "run_end"}
+    assert epochs == {(moment, step, max(0, step - 1) // 2) for moment, step, _ in epochs}
+
+
 def test_a_step_has_its_own_losses_and_outputs_and_their_mean_over_the_examples() -> None:
     seen = list[tuple[int, list[int], Tensor, Tensor]]()
 

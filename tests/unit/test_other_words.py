@@ -11,7 +11,7 @@ from helpers import composed
 from lockstep.config import command_line, components, messages
 from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
 from lockstep.config.schema import GROUPS
-from lockstep.config.suggest import suggest_for_path, suggest_option, suggest_override
+from lockstep.config.suggest import OFF, suggest_for_path, suggest_option, suggest_override
 from lockstep.core.errors import InputError
 
 # A value of the other program for a word whose override takes no number.
@@ -45,6 +45,20 @@ def test_what_is_proposed_for_a_key_can_be_typed(template: str, words: str) -> N
     assert value in proposal or "{}" not in template
     check(proposal)
     assert all(key in suggest_override(word) for word in words.split()) or template in {*GROUPS, "device"}
+
+
+def test_a_number_of_epochs_stays_one() -> None:
+    of_epochs = [(word, template) for word, template in WORDS if "epoch" in word and "{}" in template]
+    keys = ("epochs={}", "patience={}")  # which count epochs, or evaluations
+    assert len(of_epochs) > 5
+    assert [word for word, template in of_epochs if not template.endswith(("={}ep", *keys))] == []
+
+
+@pytest.mark.parametrize("off", OFF)
+def test_no_switch_that_is_off_has_an_override(off: str) -> None:
+    switches = [word for word, template in WORDS if "{}" not in template and template not in {*GROUPS, "device"}]
+    proposals = {suggest_override(word, text) for word in switches for text in (off, off.upper(), off.title())}
+    assert proposals == {""}
 
 
 @pytest.mark.slow

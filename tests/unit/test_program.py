@@ -13,7 +13,7 @@ import lockstep
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
 from lockstep.core.terminal import SafeStream
 from lockstep.runtime import program
-from lockstep.runtime.program import JobError, bypass_hydra_errors, command_line
+from lockstep.runtime.program import LONGEST_LINE, JobError, bypass_hydra_errors, command_line
 from lockstep.runtime.signals import STOP_SIGNALS
 
 
@@ -94,6 +94,35 @@ def test_output_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(Left) as left:
             program.finish()
     assert left.value.code == StorageError.exit_code
+
+
+def test_a_reader_that_has_read_enough_ends_a_program_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", SafeStream(lambda: None))
+    vars(sys.stdout)["error"] = BrokenPipeError()
+    with pytest.raises(Left) as left:
+        program.finish()
+    assert left.value.code == 0
+
+
+@pytest.mark.parametrize("length", [LONGEST_LINE, LONGEST_LINE + 1])
+def test_a_long_sentence_keeps_its_beginning_and_its_remedy(length: int, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = f"wrong{'x' * (length - len('wrongremedy'))}remedy"
+    program.explain(InputError(sentence))
+    shown = capsys.readouterr().err
+    assert shown.startswith("lockstep: wrong")
+    assert shown.endswith("remedy\n")
+    assert (sentence in shown) == (length == LONGEST_LINE)
+
+
+@pytest.mark.parametrize(("variable", "is_full"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_a_mistake_has_its_traceback_only_where_the_user_asks_for_it(
+    variable: str | None, is_full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", variable)
+    code_of(InputError("odd"))
+    assert ("Traceback" in capsys.readouterr().err) == is_full
 
 
 def test_a_thread_cannot_train() -> None:

@@ -4,13 +4,14 @@ import json
 import math
 import os
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers import train_here
-from lockstep.core.run import Run, State
+from lockstep.core.run import Run, State, born, candidates, step_of
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 
@@ -102,6 +103,27 @@ def test_a_run_runs_while_its_process_lives_and_on_another_machine_nobody_knows(
     if lock is not None:
         run.lock.write_text(json.dumps(lock))
     assert Run(tmp_path).state == state
+
+
+def test_a_process_that_nobody_has_waited_for_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert (born(process.pid), bool(born(os.getpid()))) == ("", True)
+    process.wait()
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_step_however_many_digits_it_has(tmp_path: Path) -> None:
+    steps = [1, 99_999_999, 100_000_000, 10**17]
+    for name in [*(f"step-{step:08}" for step in steps), "step-7", "step-0000000x", ".step-00000009"]:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000010").touch()
+    assert [*map(step_of, candidates(tmp_path))] == sorted(steps, reverse=True)
+
+
+def test_the_typed_values_are_those_of_the_keys_without_their_signs(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path)
+    run.overrides.write_text(json.dumps(["seed=1", "+debug=fast", "++name=a=b", "batch="]))
+    assert Run(tmp_path).typed_values == {"seed": "1", "debug": "fast", "name": "a=b", "batch": ""}
 
 
 @pytest.mark.parametrize("key", ["started", "objective", "img_per_s", "spent", "time"])

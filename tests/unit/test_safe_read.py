@@ -186,6 +186,12 @@ def lines(path: Path, content: bytes) -> Iterator[str | None]:
     return read_lines(path)
 
 
+def test_a_date_in_a_config_is_a_text(tmp_path: Path) -> None:
+    texts = {"name": "2024-01-01", "notes": "2024-01-01T10:00:00Z"}
+    (path := tmp_path / "config.yaml").write_text("".join(f"{key}: {text}\n" for key, text in texts.items()))
+    assert read_yaml(path) == texts
+
+
 def test_lines_are_whole_or_left_out(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert list(lines(path, b"one\ntwo\r\n\nthree")) == ["one\n", "two\r\n", "\n", None]

@@ -1,12 +1,15 @@
 """What a signal does to a run: when a stop interrupts, when it waits for the state, and what is left behind it."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.core.errors import Interrupted, Stopped
+from lockstep.runtime import signals
 from lockstep.runtime.signals import AGAIN_S, RUNG_END, STOP_SIGNALS, StopNow, StopRequest, listen, stop_signals
 
 
@@ -44,6 +47,26 @@ def test_one_interrupt_that_arrives_twice_saves_and_a_later_one_does_not(monkeyp
         now += 2 * AGAIN_S
         polite.take(signal.SIGTERM)
     assert not polite.force, "only a second interrupt ends a run without its state"
+
+
+def test_a_process_leaves_with_its_code_also_where_its_end_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hangs(Exception):
+        """What is done at the end of the program does not end."""
+
+    def hang() -> None:
+        raise Hangs
+
+    last_resorts = list[SimpleNamespace]()
+
+    def timer(seconds: float, call: object, words: list[int]) -> SimpleNamespace:
+        last_resorts.append(SimpleNamespace(call=call, words=words, start=lambda: None))
+        return last_resorts[-1]
+
+    monkeypatch.setattr(signals.threading, "Timer", timer)
+    monkeypatch.setattr(signals.atexit, "_run_exitfuncs", hang)
+    with pytest.raises(Hangs):
+        signals.leave(76)
+    assert [(resort.call, resort.words) for resort in last_resorts] == [(os._exit, [76])]
 
 
 def test_a_stop_interrupts_until_there_is_a_state_to_save() -> None:

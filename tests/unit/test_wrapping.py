@@ -1,13 +1,14 @@
 """Sentences on a terminal: broken between words, but in no key, override, path or command."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lockstep.core.terminal import fill
+from lockstep.core.terminal import fill, width
 
 SOURCE = Path(__file__).parents[2] / "src"
 SAYS = {"warn", "show", "say", "note", "show_warning", "Finding", "InputError", "LockstepError", "StorageError"}
@@ -28,6 +29,23 @@ def messages() -> Iterator[str]:
                 text = "".join(text if isinstance(text, str) else "outputs/20260102" for text in texts)
                 if len(text) > 40 and "\n" not in text:
                     yield f"lockstep: {text}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "columns", "expected"),
+    [("", 100, 100), ("", 0, 80), ("", None, 80), ("x", 0, 80), ("40", 100, 40)],
+)
+def test_a_terminal_without_a_width_has_80_columns(
+    monkeypatch: pytest.MonkeyPatch, variable: str, columns: int | None, expected: int
+) -> None:
+    def size(number: int) -> os.terminal_size:
+        if columns is None:
+            raise OSError("no terminal")
+        return os.terminal_size((columns, 24))
+
+    monkeypatch.setenv("COLUMNS", variable)
+    monkeypatch.setattr(os, "get_terminal_size", size)
+    assert width() == expected
 
 
 @pytest.mark.parametrize("width", [80, 120])
