@@ -3,9 +3,11 @@
 import json
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -221,6 +223,39 @@ def test_a_rank_of_another_job_is_refused(
     assert store.get("lockstep/run_dir/0") == b"failed 2"
 
 
+@pytest.mark.parametrize(("readers", "may_leave"), [(0, False), (1, True)])
+def test_main_leaves_with_its_error_when_all_others_have_read_it(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore, readers: int, may_leave: bool
+) -> None:
+    def wait(condition: Callable[[], object], seconds: float, **options: Any) -> object:
+        return (
+            waited.append(condition()) if seconds == attach.READ_S else processes.wait(condition, seconds, **options)
+        )
+
+    waited = list[object]()
+    as_rank(monkeypatch, 0, store.port)
+    monkeypatch.setattr(attach, "wait", wait)
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, 3]))
+    store.add(f"{attach.ANSWER.format(0)}/read", readers)
+    with pytest.raises(SystemExit):
+        join()
+    assert waited == [may_leave]
+
+
+def test_ranks_that_an_agent_starts_again_continue_in_the_folder_of_before(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path
+) -> None:
+    as_rank(monkeypatch, 0, store.port)
+    set_environment(monkeypatch, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    for attempt, earlier in (("first", ""), ("second", str(tmp_path))):
+        store.set(attach.ARRIVED.format(attempt, 1), json.dumps([addresses.machine(), 7, 2]))
+        store.set(attach.SEEN.format(attempt, 1), attach.OK)
+        followers = attach.Followers(store, attempt, 2)
+        followers.gather()
+        assert followers.earlier == earlier
+        followers.send(RunDir(tmp_path))
+
+
 def test_a_rank_that_never_starts_ends_the_wait_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: TCPStore
 ) -> None:
@@ -231,7 +266,7 @@ def test_a_rank_that_never_starts_ends_the_wait_with_a_sentence(
         join()
     assert left.value.code == 70
     output = capsys.readouterr()
-    assert "waiting for rank 1 (at most 0.3 s)" in output.out + output.err
+    assert (output.out + output.err).count("waiting for rank 1 (at most 0.3 s)") == 1
     assert "rank 1 of 2 has not joined within 0.3 s; its output says why" in output.err
 
 
