@@ -229,6 +229,16 @@ def test_loaded_weights_crop_as_timm_and_those_of_before_as_they_were_trained(ph
     assert torch.equal(old.cropped(stored), stored[..., 4:52, 2:34])
 
 
+@pytest.mark.parametrize("fit", CROP_MODES)
+def test_photos_are_fitted_as_for_the_weights_unless_the_job_says_how(
+    card: ModelCard, photos: Path, fit: str
+) -> None:
+    fitted = {
+        own: with_sizes(Folder(path=str(photos), fit=own), replace(card, fit=fit)) for own in ("auto", "squash")
+    }
+    assert {own: source.fit for own, source in fitted.items()} == {"auto": fit, "squash": "squash"}
+
+
 def test_an_export_names_the_ways_to_fit_as_timm_does(card: ModelCard) -> None:
     facts = {fit: _facts(replace(card, fit=fit), {}) for fit in CROP_MODES}
     assert {fit: of["crop_mode"] for fit, of in facts.items()} == CROP_MODES

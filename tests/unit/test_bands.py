@@ -129,7 +129,9 @@ def test_a_folder_has_the_arrays_and_counts_the_photos(root: Path) -> None:
     folder = Folder(path=str(root), channels=CHANNELS, decode_size=22)
     assert folder.train().fetch([0, 11]).shape == (2, CHANNELS, 22, 22)
     assert folder.notes()[0] == f"{root}/train: skipped 2 other files (2 .png)"
-    assert len(files_in(root / "val", CHANNELS)) == 12
+    for path in (root / "val", root / "v*", root / "val" / "*"):  # also where no shell expands a pattern
+        assert len(files_in(path, CHANNELS)) == 12
+        assert len(files_in(path)) == 2
     assert len(Folder(path=str(root)).train()) == 2
 
 

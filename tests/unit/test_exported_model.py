@@ -1,5 +1,6 @@
 """How far an exported model may differ from its original. `tests/cli/test_export.py` writes and runs real files."""
 
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers import NARROW, train_here
 from lockstep.core.errors import LockstepError
+from lockstep.core.model_card import FITS, VIEWS
 from lockstep.core.run_dir import RunDir
 from lockstep.inference import export as exporting
 from lockstep.inference.predictor import Predictor, load_predictor
@@ -131,3 +133,9 @@ def test_the_model_card_has_the_test_scores_of_its_own_step_alone(
     text = exporting.readme(replace(digits.card, step=1), run, "digits", [], {})
     assert ("On the test split:\n\n- 12.50 % top-1" in text) == is_tested
     assert "On the evaluation split:" in text
+
+
+@pytest.mark.parametrize(("fit", "views"), [*itertools.product(FITS, VIEWS)])
+def test_more_than_one_view_is_said_to_differ_with_every_fit(digits: Predictor, fit: str, views: int) -> None:
+    said = exporting._differences(replace(digits.card, fit=fit, eval_views=views))
+    assert any(f"averages {views} views of an image" in difference for difference in said) == (views > 1)

@@ -126,6 +126,17 @@ def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder) -> N
             assert torch.equal(getattr(again, name), getattr(shard, name))
 
 
+def test_the_images_of_a_step_are_those_of_its_own_reader() -> None:
+    """Another size of the images begins with another reader."""
+    whole = loader(Digits(), Resident())
+    inverse = replace(Digits().train(), images=255 - Digits().train().images)
+    later = replace(whole, later_feeds={2: Resident().feed(inverse, world())})
+    for shard in itertools.islice(shards(later), 4):
+        assert torch.equal(later.global_batch(shard.step).images, shard.images)
+        images = shard.images if shard.step <= 2 else 255 - shard.images
+        assert torch.equal(images, whole.global_batch(shard.step).images)
+
+
 @pytest.mark.parametrize("order_of", [None, lambda epoch: 50 * (epoch + 1) + torch.arange(50).flip(0)])
 @pytest.mark.parametrize("partners", [False, True])
 def test_examples_are_looked_at_one_by_one_as_their_epoch_has_them(

@@ -305,3 +305,22 @@ def test_a_folder_that_is_not_a_saved_table_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"dataset=hf needs the package datasets, .*pip install 'lockstep\[hf\]'"):
         HF(path=str(tmp_path)).prepare()
+
+
+@pytest.mark.parametrize("name", ["train", "fit"])
+def test_a_saved_table_without_splits_is_the_one_to_train_on_by_any_name(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("datasets").load_from_disk(saved)["train"].save_to_disk(tmp_path / "one")
+    source = HF(path=str(tmp_path / "one"), train_split=name, val_share=0.4, decode_size=8)
+    assert (len(source.train()), len(source.eval())) == (4, 2)
+
+
+def test_the_number_of_no_class_is_refused_in_a_column_of_names(tmp_path: Path) -> None:
+    """A test split of the hub has it where the labels are secret."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["yak", "ant"])})
+    rows = {"image": [{"bytes": png(n), "path": None} for n in range(4)], "label": [0, 1, -1, 0]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "one")
+    with pytest.raises(InputError, match=r"row 2 of .* has the label -1, expected a class; correct it"):
+        HF(path=str(tmp_path / "one"), val_share=0.5).prepare()

@@ -1,6 +1,7 @@
 """The networks: our own by their published sizes, timm's by name."""
 
 import inspect
+import itertools
 import re
 from contextlib import nullcontext
 from typing import Any
@@ -85,6 +86,8 @@ def test_resnet34_enters_with_a_large_or_a_small_stem() -> None:
     assert small.conv1.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1), "He et al. 2015"
     assert parameters(large) == 21_289_802
     assert logits(small, 3, 32, 32).shape == (2, 10)
+    for stem, channels in itertools.product(("imagenet", "cifar"), (1, 5)):
+        assert sketch(ResNet34(stem=stem), 10, (channels, 32, 32)).conv1.in_channels == channels
 
 
 def test_timm_builds_for_the_data_set_with_its_options() -> None:

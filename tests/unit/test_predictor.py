@@ -119,6 +119,20 @@ def test_a_photo_of_every_fit_is_averaged_over_every_number_of_views(of_photos: 
     torch.testing.assert_close(predictor.values(next(of_photos.path.parent.rglob("*.png"))), expected)
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_every_split_is_evaluated_on_what_predict_sees_of_large_jpegs(
+    of_photos: RunDir, tmp_path: Path, split: str
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (200, 260, 3), dtype=np.uint8)
+    for of, label in itertools.product(("train", "val"), ("cat", "dog")):
+        (tmp_path / of / label).mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / of / label / "0.jpg")
+    predictor = lockstep.load(of_photos.path, device="cpu")
+    evaluated_split, _ = split_for(predictor, of_photos, [f"dataset.path={tmp_path}"], split)
+    examples = evaluated_split.examples
+    assert torch.equal(examples.fetch([0, 1]), predictor.stored([examples.name(0), examples.name(1)]))
+
+
 @pytest.mark.parametrize("reader", ["load", "init_from"])
 def test_a_flipped_bit_of_a_weights_file_is_noticed(digits: RunDir, tmp_path: Path, reader: str) -> None:
     """In the length, the header or the tensors. One in the name of the hash changes nothing else."""

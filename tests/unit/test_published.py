@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -116,3 +117,15 @@ def test_all_weights_of_timm_are_evaluated_on_a_part_of_a_stored_image() -> None
     assert len(crops) > 1000
     assert {name: crop for name, crop in crops.items() if not 0.5 < crop <= 1} == {}
     assert crops["volo_d5_512.sail_in1k"] == 1, "of 1.15"
+
+
+def test_weights_of_a_revision_are_not_those_of_another(cache: Path) -> None:
+    repository = cache / "hub" / "models--mine--net"
+    for revision in ("main", "v2"):
+        (snapshot := repository / "snapshots" / f"of_{revision}").mkdir(parents=True)
+        (snapshot / "model.safetensors").touch()
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(f"of_{revision}")
+    for name, revision in (("mine/net", "main"), ("mine/net@v2", "v2"), ("mine/net@main", "main")):
+        facts = SimpleNamespace(hf_hub_id=name, hf_hub_filename=None, url="")
+        assert zoo._of_hub(facts, cached=True)["file"].endswith(f"of_{revision}/model.safetensors")

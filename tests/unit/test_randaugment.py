@@ -246,6 +246,9 @@ def test_colour_changes_are_drawn_as_by_colorjitter_and_by_their_probabilities()
     shares = [(op != IDENTITY).float().mean().item() for op, _ in drawn[3:]]
     assert shares == pytest.approx([0.2, 0.1, 0.25], abs=0.015)
     assert [int(op.max()) for op, _ in drawn[3:]] == [operations.COLOR, BLUR, operations.SOLARIZE]
+    numbers = [*(amount for _, amount in [*drawn[:3], drawn[4]]), *((op != IDENTITY).double() for op, _ in drawn[3:])]
+    related = torch.corrcoef(torch.stack(numbers)).fill_diagonal_(0).abs()
+    assert related[3:].max() < 0.05, "the strengths and the choices depend on nothing else"
     assert not list(steps.colours(draws(4), jitter=0, grey=0, blur=0, solarize=0)), "off costs nothing"
 
 
@@ -267,6 +270,9 @@ def test_the_crop_comes_first_and_is_the_one_of_the_augmentation_without_operati
         cropped = (crop or RandomResizedCrop()).apply(stored, rng, size)
         assert torch.equal(augment.apply(stored, rng, size), augment.changed(cropped, rng))
         assert not torch.equal(augment.changed(cropped, rng), cropped)
+    mirrored = CropFlip(pad=0).apply(stored, rng, (12, 12))
+    for alone in (policy(crop="pad", pad=0), policy(crop="pad", pad=0, reflect=True)):
+        assert torch.equal(alone.apply(stored, rng, (12, 12)), alone.changed(mirrored, rng))
 
 
 def test_a_gpus_way_is_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

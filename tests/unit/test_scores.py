@@ -28,7 +28,7 @@ from lockstep.core.run import Run
 from lockstep.core.world import World
 from lockstep.inference.evaluate import evaluate
 from lockstep.report.run_page import write_report
-from lockstep.scores import EvaluationBlock, Scores
+from lockstep.scores import EvaluationBlock, Scores, without_other_ranks
 from lockstep.telemetry.sinks import JsonLines
 from thread_ranks import ThreadRanks
 
@@ -335,6 +335,13 @@ def test_a_metric_gets_the_probabilities_of_the_loss(kind: str, shares: torch.Te
         Scores({"it": metric}, CLASSES, (), World.solo(), kind).update(block(LOGITS, LABELS))
     assert torch.equal(seen[0], shares)
     assert torch.equal(seen[1], log_odds(LOGITS, kind))
+
+
+def test_a_score_that_fails_leaves_the_process_group_as_it_was() -> None:
+    is_initialized = torch.distributed.is_initialized
+    with pytest.raises(KeyError), without_other_ranks():
+        raise KeyError
+    assert torch.distributed.is_initialized is is_initialized
 
 
 def test_a_score_of_each_class_has_its_name() -> None:

@@ -1,5 +1,6 @@
 """The tasks: their scores, distillation from a trained network, and tasks of one's own."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from helpers import FAKE, built, records, resolved, train_here, weights
 from lockstep import metrics
+from lockstep.checkpoint.weights import read_card
 from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
@@ -21,7 +23,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import MSE, Huber, MaskedLoss
 from lockstep.scores import EvaluationBlock, Scores
-from lockstep.tasks import Multiclass, Multilabel
+from lockstep.tasks import Distill, Multiclass, Multilabel
 from lockstep.training.resolved_job import card_of
 from thread_ranks import ThreadRanks
 
@@ -188,6 +190,15 @@ def test_a_teacher_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=expected):
         train_here(tmp_path / "run", *JOB, "task=distill", f"task.teacher={teacher.path}", *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("classes", 4), ("class_names", ("b", "a", "c")), ("input_shape", (1, 8, 9))]
+)
+def test_a_teacher_of_other_classes_or_images_is_refused(key: str, value: Any, teacher: RunDir) -> None:
+    card = replace(read_card(teacher.weights), **{key: value})
+    with pytest.raises(InputError, match=f"task.teacher: the {key} of .* are .*, but this job has"):
+        Distill(teacher=str(teacher.weights)).ready(card, torch.device("cpu"))
 
 
 def test_a_probability_of_a_half_is_no_label_in_the_scores_and_in_the_prediction(monkeypatch: Any) -> None:

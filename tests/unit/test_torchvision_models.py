@@ -72,7 +72,9 @@ def test_images_are_those_of_the_weights() -> None:
 
 def test_all_weights_were_evaluated_on_a_part_of_a_stored_image() -> None:
     tagged = [name for model in models_of(TORCHVISION) for name in tagged_names(f"{TORCHVISION}.{model}")]
-    crops = {name: Torchvision(name=name.partition(".")[2]).trained_input().eval_crop for name in tagged}
+    options = {name: Torchvision(name=name.partition(".")[2]) for name in tagged}
+    assert all(option.name == f"{option.architecture}.{option._weights.name}" for option in options.values())
+    crops = {name: option.trained_input().eval_crop for name, option in options.items()}
     assert len(crops) > 100
     assert {name: crop for name, crop in crops.items() if not 0.8 < crop <= 1} == {}
 

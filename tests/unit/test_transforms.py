@@ -67,6 +67,15 @@ def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precisio
     assert torch.equal(short.eval(batch), wide)  # still float32: the views are made from it
 
 
+@pytest.mark.parametrize("precision", [FP32(), FP64(), BF16(), BF16Pure()], ids=repr)
+@pytest.mark.parametrize("mix", [None, Mix(classes=3, mixup=1.0, cutmix=0.0)], ids=["alone", "mixed"])
+@pytest.mark.parametrize("size", [None, (48, 40)])
+def test_a_rank_without_a_part_of_the_batch_has_images_like_the_others(precision: Any, mix: Any, size: Any) -> None:
+    path = transforms(CIFAR10(), precision=precision, mix=mix, train_sizes={} if size is None else {0: size})
+    some, none = (path.augmented(images(2, 3, 32, 32)[:n], 0, torch.arange(n)) for n in (2, 0))
+    assert (none.dtype, none.shape[1:], len(none)) == (some.dtype, some.shape[1:], 0)
+
+
 @pytest.mark.parametrize("size", [80, 12])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str) -> None:
