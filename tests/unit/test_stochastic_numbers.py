@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lockstep.core import rng
-from lockstep.stochastic.numbers import below, normal, random_bits, uniform_from_bits
+from lockstep.core.data_protocols import Shard
+from lockstep.stochastic.numbers import below, forward_keys, normal, random_bits, uniform_from_bits
 
 EXAMPLES, ELEMENTS = 4096, 1024
 
@@ -95,3 +96,11 @@ def test_a_probability_is_exact_to_2_to_the_minus_32() -> None:
     assert not below(lowest, 0.0).item()
     assert not below(highest, 1 - 2.0**-32).item()
     assert below(highest, 1.0).item()
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_mix_partner_has_no_key_and_changes_no_other(number: int) -> None:
+    rows = torch.arange(30, 30 + number + 1)
+    mixed = Shard(7, 2, rows, rows, rows, 8, 0, 1, mix_partner=True)
+    assert torch.equal(forward_keys(3, mixed), forward_keys(3, Shard(7, 2, *[rows[:number]] * 3, 8, 0, 1)))
+    assert forward_keys(3, mixed).shape == (number, 2)

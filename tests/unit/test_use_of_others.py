@@ -1,6 +1,7 @@
 """Trained models of several labels and of values in use: evaluation, prediction and pictures."""
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import lockstep
 from helpers import FAKE, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets import CSV
 from lockstep.diagnostics.show import caption
-from lockstep.inference.evaluate import evaluate
+from lockstep.inference.demo import DemoServer
+from lockstep.inference.evaluate import check_data, evaluate
 from lockstep.inference.predict import predict
 
 JOB = (*FAKE, "augment=none", "dataset.classes=3", "dataset.examples=120", "model=linear", "batch=8", "epochs=3")
@@ -205,3 +208,31 @@ def test_a_caption_has_labels_or_values() -> None:
     assert caption(torch.tensor([1.0, 0.3, 0.0]), names, "labels") == ["cat", "30 % dog"]
     assert caption(torch.zeros(3), names, "labels") == ["no label"]
     assert caption(torch.tensor([1.5, -2.0, 0.0]), names, "values") == ["cat 1.5", "dog -2", "bird 0"]
+
+
+def test_labels_and_values_in_another_order_are_not_those_of_the_model(
+    runs: dict[str, RunDir], tmp_path: Path
+) -> None:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "list.csv").write_text("path,0,1,2,split\na.png,0,1,1,train\nb.png,0,1,1,val\n")
+    for task, targets in (("multilabel", "labels"), ("regression", "values")):
+        predictor = lockstep.load(runs[task].path, device="cpu")
+        source = CSV(path=str(tmp_path / "list.csv"), label_columns=["1", "0", "2"], targets=targets)
+        with pytest.raises(
+            InputError, match=f"it has the {targets} 1, 0, 2, expected the {targets} of the model, 0, 1"
+        ):
+            check_data(predictor, source)
+
+
+def test_the_page_of_a_model_gets_all_labels_that_are_predicted(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", *JOB, "task=multilabel", "dataset.classes=8", "epochs=1")
+    server, photo = DemoServer(lockstep.load(run.path, device="cpu"), 0), io.BytesIO()
+    Image.new("L", (8, 8)).save(photo, "PNG")
+    weight, bias = server.predictor.model.parameters()
+    for number in (0, 5, 6, 8):
+        weight.data.zero_()
+        bias.data.copy_(torch.arange(8).lt(number).float() - 0.5)
+        answer = server.predicted(photo.getvalue())
+        assert (answer["predicted"], len(answer["classes"])) == (number, max(5, number))
+    server.socket.close()
