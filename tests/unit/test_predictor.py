@@ -108,10 +108,10 @@ def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: 
 @pytest.mark.parametrize(("fit", "views"), [*itertools.product(FITS, VIEWS)])
 def test_a_photo_of_every_fit_is_averaged_over_every_number_of_views(of_photos: RunDir, fit: str, views: int) -> None:
     loaded = lockstep.load(of_photos.path, device="cpu")
-    card = replace(loaded.card, fit=fit, eval_views=views)
+    card = replace(loaded.card, fit=fit, eval_views=views, image_shape=(3, 24, 18), input_shape=(3, 16, 12))
     predictor = replace(loaded, card=card, transforms=replace(loaded.transforms, preprocessing=card))
     pixels = predictor.preprocess(next(of_photos.path.parent.rglob("*.png")))
-    moved = [F.pad(pixels, [1] * 4, "reflect")[..., at : at + 16, at : at + 16] for at in (0, 2)]
+    moved = [F.pad(pixels, [1] * 4, "reflect")[..., at : at + 16, at : at + 12] for at in (0, 2)]
     halves = {1: [(1.0, pixels)], 2: [(1.0, pixels)], 6: [(0.5, pixels), *((0.25, view) for view in moved)]}[views]
     both = [(weight / 2, view) for weight, own in halves for view in (own, own.flip(-1))] if views > 1 else halves
     with torch.no_grad():

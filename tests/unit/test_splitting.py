@@ -249,9 +249,10 @@ def test_a_group_in_any_two_of_the_splits_is_refused(two: tuple[str, str]) -> No
         listing.check_groups(splits)
 
 
-CUTS = [  # by version 1.0: three folds, a share to evaluate, one to test, a limit as a share and as a number
-    "001001000110",
-    "000110110000",
+CUTS = [  # by version 1.0: four folds, a share to evaluate, one to test, a limit as a share and as a number
+    "001001000000",
+    "000110000110",
+    "000000110000",
     "110000001001",
     "000001100110",
     "000010001101",
@@ -263,7 +264,7 @@ CUTS = [  # by version 1.0: three folds, a share to evaluate, one to test, a lim
 def test_cuts_are_those_of_earlier_versions() -> None:
     """A run that resumes, and the folds of a cross-validation that was half done, cut as before."""
     examples = examples_of([(number, number % 2) for number in range(12)])
-    cuts = [examples.fold(3, fold) for fold in range(3)]
+    cuts = [examples.fold(4, fold) for fold in range(4)]
     cuts += [examples.share("val_share", 0.3), examples.share("test_share", 0.3), examples.within(0.5)]
     cuts += [examples.within(5)]
     assert ["".join(map(str, cut.astype(int))) for cut in cuts] == CUTS
