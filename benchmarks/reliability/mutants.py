@@ -55,6 +55,36 @@ data/loading/sampler.py: every epoch has the order of the first one [sampler]
 stochastic/numbers.py: a dropout mask depends on an example's place in its micro-batch [stochastic]
 - micro.indices[: len(micro.labels)], FORWARD)
 + torch.arange(len(micro.labels), device=micro.indices.device), FORWARD)
+stochastic/numbers.py: a mix partner has a key in the forward pass [stochastic_numbers]
+- micro.indices[: len(micro.labels)], FORWARD)
++ micro.indices, FORWARD)
+data/transforms/device.py: an empty shard that mixes has another dtype than the others [transforms]
+- dtype=self.scale.dtype if self.mix else self.dtype)
++ dtype=self.dtype)
+data/transforms/policies.py: a policy that mirrors its frame stops without a frame [randaugment]
+- reflect=self.reflect and self.pad > 0, flip
++ reflect=self.reflect, flip
+data/loading/shards.py: the images of a step that are shown are of the first size [loader]
+-         images, _ = next(iter(at_step(self._feeds, step)([self._request([whole])])))
++         images, _ = next(iter(self.train_feed([self._request([whole])])))
+data/datasets/listing.py: a group may be trained on and tested [splitting]
+-     for one, other in itertools.combinations(groups, 2):
++     for one, other in itertools.pairwise(groups):
+data/datasets/splitting.py: a unit may be in another fold than in earlier runs [splitting]
+-         sides = (((units.place + 1) * folds - 1) // units.total)[units.of]
++         sides = (units.place * folds // units.total)[units.of]
+data/datasets/tables.py: two spellings of a path are two images [csv]
+-         earlier = rows_by_file.setdefault(os.path.abspath(file), row)  # noqa: PTH100, which keeps `..`
++         earlier = rows_by_file.setdefault(str(file), row)
+inference/evaluate.py: training images are evaluated at a smaller scale [predictor]
+-         examples = replace(examples, scaled=False)  # training images too are read as `predict` reads them
++         pass
+data/datasets/photos.py: a tile of several samples counts as one [bombs]
+- * sum(tags.get(BITS, (8,))) // 8
++ * max(tags.get(BITS, (8,))) // 8
+models/of_torchvision.py: the weights that a name asks for are the default ones [torchvision_models]
+-         return weights[tag] if tag else weights.DEFAULT
++         return weights.DEFAULT
 data/transforms/device.py: augmentation depends on an example's place in what is read together [transforms]
 - SampleRNG(self.seed, epoch, indices)
 + SampleRNG(self.seed, epoch, torch.arange(len(indices), device=indices.device))
