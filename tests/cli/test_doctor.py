@@ -222,6 +222,7 @@ def test_without_time_it_says_how_many_images_it_has_looked_at(photos: Path, mon
     [
         (("batch=5", "train.micro_batches=2"), "warning", "batch", "which batch=4 avoids"),
         (("batch=11", "train.micro_batches=11"), "warning", "batch", "has 1 images for 11 micro-batches"),
+        (("batch=11",), "warning", "batch", "has one image, which counts as much as a whole batch"),
         (("batch=13",), "error", "plan", "use batch=12"),
         (("model=resnet_18",), "error", "keys", "Did you mean"),
         (("seed=1,2",), "error", "keys", "names several values"),
@@ -263,6 +264,20 @@ def test_another_setting_is_named_where_it_is_faster_by_more_than_its_turns_diff
     monkeypatch.setattr(settings, "tried", lambda *arguments, **options: gains)
     texts = [item.text for item in of_photos(photos).findings if item.check == "speed"]
     assert [text[: len(start)] for text, start in zip(texts, says, strict=True)] == says
+
+
+@pytest.mark.parametrize(
+    ("key", "values"), [("launcher.threads", ("1", "999")), ("dataset.limit", ("6", "9")), ("batch", ("4", "11"))]
+)
+def test_a_job_of_a_sweep_has_the_findings_that_it_has_alone(
+    key: str, values: tuple[str, ...], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "step", lambda job: iter([]))
+    together = of_photos(photos, f"{key}={','.join(values)}", multirun=True)
+    for number, value in enumerate(values):
+        own = {item.text for item, jobs in together.findings.items() if number in jobs and item.check != "disk"}
+        alone = {item.text for item in of_photos(photos, f"{key}={value}").findings if item.check != "disk"}
+        assert own == alone
 
 
 def test_a_full_disk_is_told_before_it_is_full(photos: Path) -> None:

@@ -217,6 +217,17 @@ print(child.pid)
     wait_for(lambda: not born(child))
 
 
+@pytest.mark.parametrize(
+    ("rate", "top1", "is_true"),
+    [(1, 0, True), (0.5, 100, True), (1, 100.1, False), (1, -0.1, False), (0, 50, False), ("1e400", 50, False)],
+)
+def test_the_figures_of_a_script_are_a_rate_above_0_and_a_share_from_0_to_100(
+    rate: float | str, top1: float, is_true: bool
+) -> None:
+    figures = module._figures_said(f'words\n{{"img_per_s": {rate}, "top1": {top1}}}\n')
+    assert figures == ({"img_per_s": rate, "objective": top1} if is_true else None)
+
+
 def test_a_changed_script_is_measured_again(tmp_path: Path) -> None:
     old, new = (Rung("mine", script=tmp_path, code=code) for code in (b"1", b"2"))
     assert rung_key(old, 0) != rung_key(new, 0)

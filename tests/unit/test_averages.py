@@ -1,5 +1,6 @@
 """Stochastic weight averaging: the mean is torch's, of the weights that it should be of, with torch's statistics."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,13 @@ def test_a_run_averages_its_last_share_and_evaluates_the_average(tmp_path: Path)
         torch.testing.assert_close(average[name], mean, rtol=1e-12, atol=1e-15)
     assert average["bn1.num_batches_tracked"] == 3  # whole blocks of 16 of the 50 images
     assert [line["step"] for line in records(run) if "loss/val_ema" in line] == [6, 9, 11]
+
+
+def test_a_best_score_at_the_first_averaged_step_is_said_to_be_of_the_average(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(tmp_path / "run", *JOB, "train.swa_from=3", "steps=3", "train.eval_every=100%")
+    assert re.search(r"best \S+ .*of the averaged weights at step 3 ", capsys.readouterr().out)
 
 
 def test_an_average_that_never_begins_is_refused(tmp_path: Path) -> None:

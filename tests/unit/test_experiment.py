@@ -28,6 +28,7 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.profile import training_flops
+from lockstep.training import experiment
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_observers import Observers, build_observers
 from lockstep.training.experiment import build_parts
@@ -309,3 +310,17 @@ def test_a_compiled_float32_model_is_told_of_the_tensor_cores_that_it_leaves_idl
     data: Any = SimpleNamespace(plan=plan_of(job, 100), train=SimpleNamespace(labels=torch.arange(10)))
     notes = record._notes(job, data, state)
     assert any("without tensor cores; precision=tf32 uses them" in note for note in notes) == says
+
+
+def test_numbers_that_the_items_of_a_data_set_draw_change_no_initial_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("model=linear", "device=cpu", "steps=1")
+
+    def first_weights(folder: Path) -> list[torch.Tensor]:
+        alone = build_parts(resolved(*words)).model
+        return [*weights(train_here(folder, *words)).values(), *alone.parameters()]
+
+    expected = first_weights(tmp_path / "one")
+    monkeypatch.setattr(experiment, "build_data", lambda *given: (torch.rand(7), build_data(*given))[1])
+    assert all(map(torch.equal, first_weights(tmp_path / "other"), expected))

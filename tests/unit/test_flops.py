@@ -3,6 +3,8 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import timm
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from helpers import train_here
-from lockstep.telemetry.profile import PROFILED_STEPS, peak_flops, training_flops
+from lockstep.telemetry.profile import AFTER, PROFILED_STEPS, peak_flops, profiled, training_flops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -94,3 +96,30 @@ def test_a_profile_is_a_trace_and_a_table_and_changes_no_bit(tmp_path: Path) -> 
     assert "aten::addmm" in (folder / "operators.txt").read_text()
     assert profiled.weights.read_bytes() == plain.weights.read_bytes()
     assert not (plain.logs / "profile").exists()
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 5, 12, 102, 103, 300])
+def test_a_profile_has_the_steps_in_the_middle_of_a_few_or_those_behind_the_first(
+    total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    fake = SimpleNamespace(
+        start=lambda: events.append("start"),
+        stop=lambda: events.append("stop"),
+        export_chrome_trace=lambda path: None,
+        key_averages=lambda: SimpleNamespace(table=lambda **options: ""),
+    )
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: fake)
+    for shard in profiled(iter(range(total)), tmp_path, total, on_gpu=False):  # type: ignore[arg-type]
+        events.append(shard)
+    number = min(PROFILED_STEPS, total)
+    first = min(AFTER, (total - number) // 2)
+    steps = [*range(first, first + number)]
+    assert events == [*range(first), "start", *steps, "stop", *range(steps[-1] + 1, total)]
+
+
+def test_a_resumed_run_has_a_profile_of_the_steps_that_are_left(tmp_path: Path) -> None:
+    job = ("model=linear", "steps=12", "batch=50", "telemetry.profile=true")
+    train_here(tmp_path / "run", *job, stop_at=9)
+    run = train_here(tmp_path / "run", *job)
+    assert (run.logs / "profile" / "operators.txt").is_file()

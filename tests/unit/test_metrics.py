@@ -247,14 +247,16 @@ def test_a_window_of_broken_images_has_no_score_and_is_no_divergence() -> None:
 
 
 def test_forgotten_steps_leave_no_trace_in_a_window() -> None:
-    telemetry = recorder(Collector())
+    telemetry = recorder(Collector(), names=("my_figure",))
     for telemetry.step, loss in ((1, 1.0), (2, 100.0), (2, 100.0)):
         count(telemetry, [loss], [False])
+        telemetry.log("my_figure", torch.tensor([loss]))
     telemetry.forget(after=1)
     telemetry.step = 2
     count(telemetry, [3.0], [True])
+    telemetry.log("my_figure", torch.tensor([3.0]))
     window = ended(telemetry, 2)
-    assert (window.examples, window.loss, window.top1) == (2, 2.0, 50.0)
+    assert (window.examples, window.loss, window.top1, window.scalars) == (2, 2.0, 50.0, {"my_figure": 2.0})
 
 
 def test_large_logits_are_counted_and_freed_before_the_window_ends() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable as Function
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lockstep.optim.sam import SAM
 from lockstep.training.moments import Callbacks, Moments
 from lockstep.training.train_state import Progress
 from lockstep.training.trainer import Trainer
+from thread_ranks import ThreadRanks
 
 MOMENTS = ("run_start", "epoch_start", "after_backward", "step_end")
 MOMENTS += ("evaluation_start", "evaluation_end", "epoch_end", "run_end")
@@ -170,3 +172,16 @@ def test_callbacks_that_a_checkpoint_does_not_have_start_fresh() -> None:
     callbacks = Callbacks({"one": one, "other": other})
     callbacks.load_state_dict({"other": {"moments": [("step_end", 7)]}, "gone": {}})
     assert (one.moments, other.moments) == ([], [("step_end", 7)])
+
+
+@pytest.mark.parametrize("stops", [(0,), (1,), (2,), (1, 2)])
+def test_a_stop_on_any_rank_has_the_first_reason_on_all(
+    stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason(world: World) -> str:
+        run: Any = SimpleNamespace(world=world, reason=f"rank {world.rank}" if world.rank in stops else "")
+        moments = Moments(callbacks=Callbacks({}), run=run, progress=Progress(), saved={})
+        moments.agree()
+        return moments.progress.stopped
+
+    assert ThreadRanks(3, monkeypatch).run(reason) == [f"rank {stops[0]}"] * 3

@@ -26,6 +26,7 @@ from lockstep.strategy.base import Single
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.training import own_losses
 from lockstep.training.network import frozen_names, recompute_blocks
+from lockstep.training.objects import LossObject, ModelObject
 from lockstep.training.resolved_job import card_of
 from lockstep.training.train_state import build_loss, ready_task
 
@@ -197,3 +198,16 @@ def test_a_task_that_returns_a_mean_is_refused_and_none_of_ours_is_tried(monkeyp
     monkeypatch.setattr(own_losses, "check_apart", None)
     for loss, task in ((CrossEntropy(), Multiclass()), (BCE(), Multilabel()), (MSE(), Regression())):
         tried(loss=loss, task=task)
+
+
+def test_modules_that_a_program_gives_are_trained_in_copies() -> None:
+    net, loss = nn.Linear(2, 2), nn.CrossEntropyLoss(reduction="none")
+    copies = (
+        ModelObject(original=net).build(2, (2, 1, 1)),
+        LossObject(original=loss).build(2, torch.zeros(3, dtype=torch.int64)),
+    )
+    for copied, given in zip(copies, (net, loss), strict=True):
+        assert type(copied) is type(given)
+        copied.eval().half()
+        assert given.training
+    assert net.weight.dtype is torch.float32

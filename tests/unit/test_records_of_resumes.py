@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_trainer import network, trainer_of
 
-from helpers import FAKE, train_here
+from helpers import FAKE, records, train_here
 from lockstep.core.errors import InputError, NumericalError
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.run import Run
@@ -52,6 +52,19 @@ def test_the_evidence_at_the_end_has_the_steps_of_this_part_alone(
     monkeypatch.setattr(run_record, "Evidence", noted)
     train_here(tmp_path / "run", *JOB)
     assert steps == [6 - (stop_at or 0)]
+
+
+@pytest.mark.parametrize("stop_at", [2, 3])
+def test_a_resume_leaves_each_log_point_and_each_evaluation_in_the_files_once(tmp_path: Path, stop_at: int) -> None:
+    def lines(run: RunDir) -> tuple[list[tuple[int, bool]], list[str]]:
+        points = [(line["step"], "loss/val" in line) for line in records(run)]
+        return points, [row.partition(",")[0] for row in run.table.read_text().splitlines()]
+
+    job = (*JOB, "telemetry.interval=1")
+    expected = lines(train_here(tmp_path / "whole", *job))
+    assert len(expected[0]) == len({*expected[0]}) == 6 + 3
+    train_here(tmp_path / "parts", *job, stop_at=stop_at)
+    assert lines(train_here(tmp_path / "parts", *job)) == expected
 
 
 @pytest.mark.parametrize("saved", [[], [2], [2, 10, 9]])

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -465,6 +466,23 @@ def test_no_label_of_a_chart_is_over_another() -> None:
     picture = base64.b64decode(address.partition(",")[2]).decode()
     shown = [text for text in ("0.1", "0.2", "0.3", "97.75", "97.46", "79.72") if f">{text}<" in picture]
     assert shown == ["0.1", "0.2", "0.3", "97.75", "79.72"]
+
+
+@pytest.mark.parametrize(
+    ("values", "middle"),
+    [([1.0, 2.0, 4.0], 1 / 2), ([1.0, 2.0, 3.9], 1 / 2.9), ([0.0, 2.0, 4.0], 1 / 2), (["a", "b", "c"], 1 / 2)],
+)
+def test_a_column_is_logarithmic_where_its_numbers_span_four_times(
+    values: list[Any], middle: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = MagicMock()
+    monkeypatch.setattr(pictures, "drawn", lambda draw, *size: draw(axes))
+    pictures.parallel(
+        ["key", "score"], [[value, score] for value, score in zip(values, (1, 2, 4), strict=True)], [1, 2, 4]
+    )
+    heights = [call.args[0] for call in axes.plot.call_args_list]
+    assert [own for own, _ in heights] == pytest.approx([0, middle, 1])
+    assert [score for _, score in heights] == pytest.approx([0, 1 / 3, 1]), "the score is not"
 
 
 SEEDS = (("seed=1,2",), "lockstep train -m seed=1,2 hydra.sweep.dir={}")

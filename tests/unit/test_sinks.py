@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -508,3 +508,18 @@ def test_a_cell_of_the_confusion_matrix_is_as_dark_as_its_share_of_the_true_clas
     corner = [[page[margin + cell * row + 1, margin + cell * column + 1] for column in (0, 1)] for row in (0, 1)]
     assert corner[0][0] == corner[0][1], "a half each"
     assert corner[1][0] == 255 > corner[0][0] > corner[1][1]
+
+
+def test_the_count_of_a_cell_is_in_the_row_of_its_true_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: dict[str, tuple[float, float]] = {}
+
+    def drawn(self: Any, place: tuple[float, float], text: str, **options: Any) -> None:
+        if "anchor" in options:
+            places[text] = place
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", drawn)
+    confusion = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
+    counts: dict[str, Any] = {"examples": [1] * 3, "predicted": [1] * 3, "hits": [1] * 3, "confusion": confusion}
+    pictures.heat(Predictions(step=1, names=["1", "2", "3"], **counts, curves=[], worst=[]))
+    ordered = sorted(places, key=lambda text: places[text][::-1])  # down the rows
+    assert ordered == [str(count) for row in confusion for count in row]

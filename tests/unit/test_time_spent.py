@@ -102,14 +102,15 @@ def test_waits_and_interruptions_are_timed_as_they_are(passes: Callable[[float],
             passes(2)
             yield number
 
-    requested = time.perf_counter()
+    requested, before = time.perf_counter(), times.clock.so_far()
     for _ in times.loading(groups()):
         passes(1)  # augmenting
         times.clock.add_arrival(requested, time.perf_counter())
+        assert times.clock.before_step() == before, "without the wait for its data"
         passes(1)  # a step
         with times.clock.pause("evaluation"):
             passes(2)
-        requested = time.perf_counter()
+        requested, before = time.perf_counter(), times.clock.so_far()
     expected = {"data": 2 / 6, "augmentation": 1 / 6, "step": 1 / 6, "evaluation": 2 / 6}
     assert shown(times.shares(0.0)) == pytest.approx(expected)
 

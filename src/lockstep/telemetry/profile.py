@@ -26,14 +26,14 @@ def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool)
 
     Writes `trace.json.gz` and `operators.txt` to `folder`.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    profiler = torch.profiler.profile(activities=activities)
-    first = min(AFTER, total // 2) + 1
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
+    steps = min(PROFILED_STEPS, total)
+    first = min(AFTER, (total - steps) // 2) + 1
     for number, shard in enumerate(shards, start=1):
         if number == first:
             profiler.start()
         yield shard
-        if number == first + PROFILED_STEPS - 1:
+        if number == first + steps - 1:
             if on_gpu:
                 torch.cuda.synchronize()
             profiler.stop()
@@ -44,7 +44,7 @@ def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool)
             own = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
             table = profiler.key_averages().table(sort_by=own, row_limit=OPERATORS)
             write_atomic(folder / "operators.txt", f"{table}\n")
-            log.say_row("profile", f"{PROFILED_STEPS} steps in {trace}, for chrome://tracing or ui.perfetto.dev")
+            log.say_row("profile", f"{steps} steps in {trace}, for chrome://tracing or ui.perfetto.dev")
 
 
 # Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data
