@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -9,9 +10,10 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +23,9 @@ from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.report.watch import WatchServer
+from lockstep.runtime import local_server
+from lockstep.runtime.addresses import loopback_server
+from lockstep.runtime.local_server import LocalServer, Message, Receive
 from processes import wait_for
 
 
@@ -42,6 +47,34 @@ def serving(folder: Path) -> Iterator[WatchServer]:
         server.should_exit = True
         thread.join()
         server.socket.close()
+
+
+class Greeting(LocalServer):
+    async def respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:
+        return "text/plain", "café ±"
+
+
+def test_an_answer_is_as_long_as_it_says() -> None:
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    sent, server = list[Message](), Greeting(0)
+    request = {"headers": [(b"host", f"127.0.0.1:{server.port}".encode())], "method": "GET", "path": "/"}
+    with closing(server.socket):
+        asyncio.run(server.answer(request, cast(Any, None), send))
+    start, end = sent
+    assert dict(start["headers"])[b"Content-Length"] == str(len(end["body"])).encode()
+    assert end["body"].decode() == "café ±"
+
+
+@pytest.mark.parametrize(("port", "fits"), [(-1, False), (1, True), (65_535, True), (65_536, False)])
+def test_a_port_is_one_that_there_is(port: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_server, "loopback_server", lambda port: loopback_server())  # it may be in use
+    if fits:
+        Greeting(port).socket.close()
+        return
+    with pytest.raises(InputError, match=f"--port is {port}, but no server can listen there .*: --port 0"):
+        Greeting(port)
 
 
 def answer(server: WatchServer, path: str = "/", method: str = "GET", host: str | None = None) -> tuple[int, str]:

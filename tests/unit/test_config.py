@@ -1,6 +1,7 @@
 """The configuration: how it becomes typed objects, and the message for an invalid one."""
 
 import dataclasses
+import errno
 import importlib
 import itertools
 import re
@@ -14,7 +15,8 @@ from lockstep.config.composition import ConfigFiles
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.config.options import classes_of, modules_of
 from lockstep.config.schema import GROUPS, MANY
-from lockstep.core.errors import InputError, RankFailed
+from lockstep.core.errors import InputError, RankFailed, StorageError
+from lockstep.core.safe_write import FULL
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.launcher import Spawn
 from lockstep.optim.optimizers import SGD, Timm
@@ -143,6 +145,15 @@ def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
             components.build_job({**composed(), **change})
     with pytest.raises(InputError, match="model is None"):
         components.build_job({key: value for key, value in composed().items() if key != "model"})
+
+
+@pytest.mark.parametrize("number", [*FULL, errno.EACCES])
+def test_every_error_of_a_full_disk_is_told_as_one_and_no_other(number: int) -> None:
+    told = messages.translate(OSError(number, "odd", "outputs/run"))
+    assert (told is not None) == (number in FULL)
+    if told is not None:
+        assert type(told) is StorageError
+        assert str(told) == "outputs/run cannot be written (odd); free space there"
 
 
 def test_an_error_is_shown_line_by_line_and_only_the_users_is_translated(capsys: pytest.CaptureFixture[str]) -> None:

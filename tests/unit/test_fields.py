@@ -75,6 +75,12 @@ def outside(rule: Any) -> list[Any]:
     return broken + ["", " ", "a\0b", "a\nb", "a" * 256, "a/" * 2000, "~no-such-user/x"] * (rule is PATH)
 
 
+def test_each_object_has_a_list_of_its_own() -> None:
+    lists = [field for _, _, field in keys() if isinstance(fields.default_of(field), list | dict)]
+    assert len(lists) > 3
+    assert [field.name for field in lists if fields.default_of(field) is fields.default_of(field)] == []
+
+
 def test_a_value_out_of_range_is_refused_in_one_short_sentence_and_a_default_is_in_range() -> None:
     for key, cls, name in RULED:
         field = next(candidate for candidate in dataclasses.fields(cls) if candidate.name == name)

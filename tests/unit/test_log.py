@@ -128,6 +128,20 @@ def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
     assert "a  b" in done.stdout
 
 
+@pytest.mark.parametrize("terminal", ["stdout", "stderr"])
+def test_a_sentence_is_broken_for_the_terminal_that_shows_it_and_for_no_file(
+    terminal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "has_terminal", lambda stream="stdout": stream == terminal)
+    monkeypatch.setenv("COLUMNS", "20")
+    for say in (log.show, log.note):
+        say("a sentence of more than twenty columns")
+    shown = capsys.readouterr()
+    assert {"stdout": shown.out.count("\n") > 1, "stderr": shown.err.count("\n") > 1} == {
+        name: name == terminal for name in ("stdout", "stderr")
+    }
+
+
 def test_a_table_that_just_fits_has_all_its_columns() -> None:
     columns = [Column("run", ["one"]), Column("lr", ["0.1"], may_move=True)]
     assert {width: "lr" in next(lines_of(columns, width)).plain for width in (7, 8)} == {7: False, 8: True}

@@ -1,5 +1,6 @@
 """How a launcher starts, ends and restarts the ranks of one machine. The ranks are pretended processes."""
 
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFai
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import Elastic, Slurm, Spawn, elastic, spawn
-from lockstep.launcher.processes import forwarding
+from lockstep.launcher.processes import Fresh, forwarding
 from lockstep.launcher.spawn import RANKS_GRACE_S, Children
 from lockstep.runtime.signals import AGAIN_S
 
@@ -152,6 +153,15 @@ def test_a_job_of_slurm_starts_its_ranks_with_what_it_was_submitted_with(monkeyp
     machines = Slurm(nodes=2, restarts=1, ranks=4).in_allocation()
     assert (machines.nodes, machines.restarts, machines.ranks, machines.node_rank) == (2, 1, 4, 1)
     assert machines.rendezvous.startswith("localhost:1")
+
+
+def test_a_fresh_interpreter_that_has_ended_leaves_no_open_file() -> None:
+    process = Fresh(["true"], {})
+    assert multiprocessing.connection.wait([process.sentinel], 30) == [process.sentinel]
+    process.join()
+    assert process.exitcode == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(process.sentinel)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -138,3 +139,19 @@ def test_a_second_interrupt_ends_a_rank_at_once(monkeypatch: pytest.MonkeyPatch)
             rank.get(signal.SIGINT)
 
     assert rank.live(60, interrupt_twice) == (Interrupted, 2.0 + AGAIN_S)
+
+
+def test_a_program_has_its_files_its_wakeup_and_its_handler_back_after_a_rank() -> None:
+    ends = os.pipe()
+    os.set_blocking(ends[1], False)
+    before, handler = signal.set_wakeup_fd(ends[1]), signal.getsignal(signal.SIGUSR2)
+    try:
+        files = len([*Path("/proc/self/fd").iterdir()])
+        with Watchdog(0, timeout=60.0, stop=StopRequest(), file=sys.stderr, record_error=lambda error, places: None):
+            pass
+        assert (len([*Path("/proc/self/fd").iterdir()]), signal.set_wakeup_fd(ends[1])) == (files, ends[1])
+        assert signal.getsignal(signal.SIGUSR2) is handler
+    finally:
+        signal.set_wakeup_fd(before)
+        for end in ends:
+            os.close(end)
