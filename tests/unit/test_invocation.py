@@ -18,6 +18,7 @@ from helpers import ROOT
 from lockstep.config import extensions
 from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command, typed_strategy
 from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides
+from lockstep.config.extensions import Extension
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir, relative
@@ -117,6 +118,20 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     extensions.active.cache_clear()
     yield names
     extensions.active.cache_clear()
+
+
+def test_the_error_of_an_extension_is_placed_at_the_deepest_line_of_its_own(
+    packages: list[str], tmp_path: Path
+) -> None:
+    package, folder = packages[0], tmp_path / packages[0]
+    (folder / "__init__.py").write_text(f"from {package} import inner\n\ninner.fail()\n")
+    (folder / "inner.py").write_text("import json\n\n\ndef fail():\n    json.loads('no JSON')\n")
+    try:
+        with pytest.raises(InputError, match=rf"^{folder}/inner.py:5: the extension {package} \(named\) cannot be"):
+            Extension(package, "named", folder).load()
+    finally:
+        for name in (package, f"{package}.inner"):
+            sys.modules.pop(name, None)
 
 
 def test_a_rank_finds_every_extension_that_its_program_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -145,6 +146,14 @@ def test_stages_are_called_idle_with_fewer_than_twice_as_many_micro_batches(
 ) -> None:
     notes = Pipeline().notes(nn.Linear(2, 2), world(size), plan(micro_batches))
     assert [re.sub(".*stages ", "", note) for note in notes] == [says] * bool(says)
+
+
+def test_batch_norm_per_rank_is_noted_where_there_are_several_and_a_batch_norm() -> None:
+    networks = {True: nn.BatchNorm1d(2), False: nn.Linear(2, 2)}
+    cases = itertools.product((1, 2), (True, False), networks)
+    notes = {case: DDP(sync_batchnorm=case[1]).notes(networks[case[2]], world(case[0]), plan(1)) for case in cases}
+    assert [case for case in notes if notes[case]] == [(2, False, True)]
+    assert notes[2, False, True][0].startswith("batch norm counts per rank: this run differs")
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8])

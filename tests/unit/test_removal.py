@@ -68,6 +68,13 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
     assert (row["checkpoints"], row["bytes"], row["removed"]) == ([path.name for path in go], size, False)
 
 
+def test_a_run_to_which_several_paths_lead_is_counted_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    root = run.path.parents[2]
+    paths = [root, root / "sweeps", root / ".." / root.name]
+    clean([*map(str, paths)], keep=1, everything=False, yes=False, form="json")
+    assert [Path(row["run"]).resolve() for row in json.loads(capsys.readouterr().out)] == [run.path.resolve()]
+
+
 def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     (run.checkpoints / ".step-00000009.tmp").mkdir()
     scored = {path.name for path in best_scored(candidates(run.checkpoints), 1)}

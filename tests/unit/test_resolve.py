@@ -9,7 +9,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.job import resolve, validate
 from lockstep.job.validate import check_job, check_threads
-from lockstep.job.validate_with_data import check_memory
+from lockstep.job.validate_with_data import _needs, check_memory
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.training.resolved_job import plan_of
 
@@ -150,6 +150,32 @@ def test_a_micro_batch_fits_into_memory(monkeypatch: pytest.MonkeyPatch, micro_b
         return
     with pytest.raises(InputError, match=r"a micro-batch of 10000000 images .*train\.micro_batches=auto"):
         check_memory(job, needs)
+
+
+@pytest.mark.parametrize(("micro_batches", "images"), [(1, 10), (4, 3), (5, 2), ("auto", 1)])
+def test_a_micro_batch_is_as_large_as_the_largest_one(micro_batches: int | str, images: int) -> None:
+    job = resolved("device=cpu", f"train.micro_batches={micro_batches}")
+    needs = plan(10, micro_batches=1 if micro_batches == "auto" else int(micro_batches))
+    assert next(_needs(job, needs))[0] == f"a micro-batch of {images} images"
+
+
+@pytest.mark.parametrize(("steps", "images"), [(7, 70), (8, 80), (9, 80)])
+def test_no_more_is_read_ahead_than_workers_keep_and_a_run_has(steps: int, images: int) -> None:
+    job = resolved("device=cpu", "loader=streaming", "loader.workers=2", "loader.prefetch=4")
+    assert [*_needs(job, plan(10, total_steps=steps))][-1][0] == f"{images} images that are read ahead"
+
+
+@pytest.mark.parametrize(("device", "ranks", "copies"), [("cpu", 1, 2), ("cpu", 3, 6), ("cuda", 2, 2)])
+def test_a_model_is_there_once_for_each_rank_and_with_its_gradients_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, copies: int
+) -> None:
+    counted = list[int]()
+    monkeypatch.setattr(
+        "lockstep.job.validate_with_data.check_model_size", lambda model, copies: counted.append(copies)
+    )
+    job = resolved("device=cpu", "launcher=spawn", f"launcher.ranks={ranks}")
+    check_memory(replace(job, device=device), plan(10))
+    assert counted == [copies]
 
 
 def test_a_launcher_of_one_rank_is_not_asked_for_two() -> None:

@@ -83,6 +83,12 @@ def test_each_purpose_of_a_seed_and_each_step_of_dropout_has_a_stream() -> None:
     assert min(seeds) >= 0
 
 
+def test_each_purpose_has_keys_of_its_own_for_the_samples() -> None:
+    purposes = [rng.AUGMENT, rng.MIX, rng.LASTING, rng.CUTOUT, rng.FORWARD, rng.BALANCED, rng.ERASE]
+    keys = torch.cat([rng.sample_keys(7, 3, torch.arange(100), purpose) for purpose in purposes])
+    assert len({*keys.tolist()}) == 100 * len(purposes)
+
+
 def test_some_numbers_of_an_example_are_the_same_in_all_epochs_and_the_others_are_not() -> None:
     first, second = (rng.SampleRNG(3, epoch, torch.arange(100)) for epoch in (0, 1))
     assert torch.equal(first.epoch_invariant(2), second.epoch_invariant(2))

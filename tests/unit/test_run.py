@@ -120,6 +120,24 @@ def test_the_newest_checkpoint_is_the_one_of_the_last_step_however_many_digits_i
     assert [*map(step_of, candidates(tmp_path))] == sorted(steps, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("monitor", "tag", "values", "best"),
+    [
+        ("-loss", "loss/val", (0.9, 0.5, 0.7), "0.5"),
+        ("top1", "acc/val_top1", (50.0, 90.0, 70.0), "90.00"),
+        ("-error", "metric/error", (3.0, 1.0, 2.0), "1"),
+    ],
+)
+def test_a_pruned_run_says_how_far_it_came_and_its_best_value(
+    tmp_path: Path, monitor: str, tag: str, values: tuple[float, ...], best: str
+) -> None:
+    run = RunDir.at(tmp_path)
+    run.write_summary(status="pruned", monitor=monitor)
+    lines = [{"step": step, tag: value} for step, value in enumerate(values, 1)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert Run(tmp_path).status == f"pruned at step 3 with {best}"
+
+
 def test_the_typed_values_are_those_of_the_keys_without_their_signs(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path)
     run.overrides.write_text(json.dumps(["seed=1", "+debug=fast", "++name=a=b", "batch="]))
