@@ -137,5 +137,5 @@ def test_the_model_card_has_the_test_scores_of_its_own_step_alone(
 
 @pytest.mark.parametrize(("fit", "views"), [*itertools.product(FITS, VIEWS)])
 def test_more_than_one_view_is_said_to_differ_with_every_fit(digits: Predictor, fit: str, views: int) -> None:
-    said = exporting._differences(replace(digits.card, fit=fit, eval_views=views))
-    assert any(f"averages {views} views of an image" in difference for difference in said) == (views > 1)
+    differences = exporting._differences(replace(digits.card, fit=fit, eval_views=views))
+    assert any(f"averages {views} views of an image" in difference for difference in differences) == (views > 1)

@@ -81,6 +81,8 @@ def test_a_prediction_of_labels_has_those_above_the_threshold(
     predict(str(runs["multilabel"].path), [str(tmp_path)], form="json", threshold=between, **options)
     (record,) = json.loads(capsys.readouterr().out)
     assert [row["probability"] for row in record["classes"]] == shares[:1]
+    predict(str(runs["multilabel"].path), [str(tmp_path)], form="json", threshold=0.0, **options)
+    assert [row["probability"] for row in json.loads(capsys.readouterr().out)[0]["classes"]] == shares
     predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", threshold=1.0, **options)
     assert "1 image: 1 no label" in capsys.readouterr().out
     predict(str(runs["multilabel"].path), [str(tmp_path)], form="csv", threshold=1.0, **options)
