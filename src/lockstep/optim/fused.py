@@ -11,7 +11,7 @@ The kernels have names of torch that begin with an underscore; `tests/unit/test_
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,19 +20,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lockstep.core.model import is_sharded, own_parts
 
 Group = dict[str, Any]
+# A group, the place of some of its parameters among all, these parameters, of one device and dtype and without
+# autograd, and a list of each entry of their state.
+Tensors = tuple[Group, slice, list[Tensor], list[list[Tensor]]]
 SLOW_KEY, STEPS_KEY = "lookahead_slow", "lookahead_steps"  # entries of the state
-
-
-class Tensors(NamedTuple):
-    """Parameters of one group, device and dtype, without autograd, and a list of each entry of their state.
-
-    `rows` is their place among all parameters.
-    """
-
-    group: Group
-    rows: slice
-    parameters: list[Tensor]
-    state: list[list[Tensor]]
 
 
 def sgd(group: Group, parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
@@ -126,7 +117,7 @@ class _Fused(Optimizer):
                 return
             state = [[] if stateless else [entry[name] for entry in entries] for name in names]
             rows = slice(end, end := end + len(parameters))
-            tensors.append(Tensors(group, rows, [parameter.detach() for parameter in parameters], state))
+            tensors.append((group, rows, [parameter.detach() for parameter in parameters], state))
         self.tensors, self.groups = tensors, self.param_groups
         self.first_state = next(iter(self.state.values()), None)
         self.all_parameters = tuple(parameter for _, parameters in alike.values() for parameter in parameters)

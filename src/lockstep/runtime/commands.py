@@ -23,24 +23,14 @@ def ending(code: int, err: str) -> str:
     return (own or lines or [f"it ended with {how}"])[-1][:LONGEST_LINE]
 
 
-class Command:
+class Command(subprocess.Popen[bytes]):
     """A command that has started in new processes, in its own session. The end of its output is kept."""
 
-    def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
-        self.process, self.pid = process, process.pid
-        self.streams = out, err
+    streams: tuple[IO[bytes], IO[bytes]]
 
-    @property
-    def returncode(self) -> int | None:
-        """The exit code that somebody has waited for."""
-        return self.process.returncode
-
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-    def communicate(self) -> tuple[str, str]:
+    def communicate(self) -> tuple[str, str]:  # type: ignore[override]
         """Wait until the command has ended, and end the processes that it has left; the ends of its streams."""
-        self.process.wait()
+        self.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         out, err = (
@@ -58,7 +48,7 @@ def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
     """
     # Files, because a script can print more than fits into memory, and leave processes that hold its streams.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
+        process = Command(
             command,
             # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
             env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
@@ -68,8 +58,9 @@ def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
             stderr=err,
             start_new_session=True,
         )
+        process.streams = out, err
         try:
-            yield Command(process, out, err)
+            yield process
         finally:
             if process.returncode is None:  # nobody has waited for it: its number is still its own
                 os.killpg(process.pid, signal.SIGKILL)
