@@ -121,7 +121,7 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
         eval_batch=batch,
         train_labels=split.labels,
         eval_labels=split.labels,
-        train_feed=feed,
+        train_feeds={0: feed},
         eval_feed=feed,
         stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2], HERE),
     )

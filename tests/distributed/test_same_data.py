@@ -108,7 +108,7 @@ def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> L
             eval_batch=8,
             train_labels=split.labels,
             eval_labels=split.labels,
-            train_feed=feed,
+            train_feeds={0: feed},
             eval_feed=feed,
             partners=data.mix is not None,
             stride=parts,
@@ -194,7 +194,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
                 eval_batch=block,
                 train_labels=train.labels,
                 eval_labels=val.labels,
-                train_feed=Resident().feed(train, here),
+                train_feeds={0: Resident().feed(train, here)},
                 eval_feed=Resident().feed(val, here),
             ),
             transforms=DeviceTransforms.of(

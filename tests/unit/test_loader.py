@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def loader(source: Source, kind: Any, where: World | None = None, *, partners: bool = False) -> Loader:
     here = where or world()
     train, val = source.train(), source.eval()
-    of_train = {"train_labels": train.labels.clone(), "train_feed": kind.feed(train, here), "skip": train.skip}
+    of_train = {"train_labels": train.labels.clone(), "train_feeds": {0: kind.feed(train, here)}, "skip": train.skip}
     of_val = {"eval_labels": val.labels.clone(), "eval_feed": kind.feed(val, here), "eval_batch": 4}
     return Loader(world=here, plan=PLAN, seed=0, partners=partners, **of_train, **of_val)
 

@@ -83,8 +83,8 @@ def shards(path: DeviceTransforms, ranks: int, loader: Resident | Streaming, ran
     world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
     split = Digits().train()
     feed = loader.feed(split, world)
-    data: Any = {"train_labels": split.labels, "eval_labels": split.labels, "train_feed": feed, "eval_feed": feed}
-    data_loader = Loader(world=world, plan=PLAN, seed=SEED, eval_batch=4, partners=True, stride=3, **data)
+    data: Any = {"train_labels": split.labels, "eval_labels": split.labels, "eval_feed": feed, "eval_batch": 4}
+    data_loader = Loader(world=world, plan=PLAN, seed=SEED, train_feeds={0: feed}, partners=True, stride=3, **data)
     return list(path.train(data_loader.train(after=0)))
 
 

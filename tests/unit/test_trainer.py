@@ -32,13 +32,12 @@ from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.tasks import Multiclass
-from lockstep.training import trainer as training
 from lockstep.training.averages import EMA
 from lockstep.training.experiment import inputs_of
 from lockstep.training.network import Freezing
 from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.train_step import TrainStep
-from lockstep.training.trainer import Trainer, copy_all
+from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -127,7 +126,7 @@ def trainer_of(
     state = TrainState(model=model, replica=replica, draws=draws, optimizer=sgd, scaler=scaler, ema=ema)
     place: dict[str, Any] = {"world": world, "plan": plan}
     loss = MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False)
-    data: dict[str, Any] = {"train_labels": train.labels, "train_feed": Resident().feed(train, world)}
+    data: dict[str, Any] = {"train_labels": train.labels, "train_feeds": {0: Resident().feed(train, world)}}
     data |= {"eval_labels": val.labels, "eval_feed": Resident().feed(val, world)}
     return Trainer(
         step=TrainStep(
@@ -444,8 +443,8 @@ def test_a_step_is_undone_and_its_buffers_are_saved_only_while_it_may_still_be_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, saved = nn.Sequential(nn.BatchNorm2d(1).double(), *network()), list[bool]()
-    trainer = trainer_of(model, World.solo(), interrupts_compiling=True)
-    monkeypatch.setattr(training, "copy_all", lambda *tensors: (saved.append(True), copy_all(*tensors)))
+    trainer, buffers = trainer_of(model, World.solo(), interrupts_compiling=True), model.buffers
+    monkeypatch.setattr(model, "buffers", lambda: saved.append(True) or buffers())
     shard, other = itertools.islice(trainer.transforms.train(trainer.loader.train(after=0)), 2)
 
     def compile_last(*_: Any) -> None:
@@ -461,7 +460,7 @@ def test_a_step_is_undone_and_its_buffers_are_saved_only_while_it_may_still_be_c
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(StopNow):
         trainer.step_or_undo(other)
-    assert len(saved) == 3
+    assert len(saved) == 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

@@ -117,7 +117,7 @@ class Checkup:
         if not elsewhere:
             place = f"{job.device} {job.launcher}"
             findings += self.check([number], "devices", lambda: examination.devices(job), place)
-            findings += self.check([number], "port", lambda: examination.free_port(job))
+            findings += self.check([number], "port", lambda: [Finding("port", job.launcher.try_address())])
         data = self.check([number], "data", lambda: inspect(job.dataset, self.look_s), str(job.dataset))
         if any(finding.check == "data" for finding in data):
             return root, findings

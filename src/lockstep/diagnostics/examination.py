@@ -30,7 +30,7 @@ from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.build_data import balance_note, build_data
 from lockstep.training.dry_run import FEW_EXAMPLES, micro_batches_that_fit, training_rate
-from lockstep.training.evaluate import logits_of
+from lockstep.training.evaluate import outputs_of
 from lockstep.training.experiment import Parts, build_parts, configure_torch
 from lockstep.training.network import Freezing, batches_without_single, check_single_examples, frozen_names
 from lockstep.training.resolved_job import ResolvedJob
@@ -103,11 +103,6 @@ def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:
 def _copies(source: int, target: int, values: Tensor) -> bool:
     """Whether values arrive as they were. Each call needs other values: old ones may lie in the target's memory."""
     return torch.equal(values.to(f"cuda:{source}").to(f"cuda:{target}").cpu(), values)
-
-
-def free_port(job: ResolvedJob) -> Iterator[Finding]:
-    """The port at which machines meet. Raises InputError if it is not free."""
-    yield Finding("port", job.launcher.try_address())
 
 
 def batches(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
@@ -270,9 +265,11 @@ def _seconds_of_step(parts: Parts) -> tuple[float, float]:
 def _seconds_of_evaluated_image(parts: Parts, most: int | None) -> float:
     """Seconds of the second of two passes over a block of the evaluation split, for each of `most` images."""
     images, labels = (part[:most] for part in next(parts.loader.eval()))
+    transforms = parts.transforms
     parts.model.eval()
     for _ in range(2):
         began = time.perf_counter()
         with torch.inference_mode():
-            logits_of(parts.model, images, transforms=parts.transforms, precision=parts.job.precision).sum().item()
+            seen = transforms.eval(images)
+            outputs_of(parts.model, seen, parts.job.precision, transforms.memory_format, views=1).sum().item()
     return (time.perf_counter() - began) / len(labels)

@@ -21,7 +21,7 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
-from lockstep.training.evaluate import logits_of
+from lockstep.training.evaluate import outputs_of
 from lockstep.training.trained import KEY, Trained, load_trained
 
 THRESHOLD = 0.5  # above this probability a label is predicted
@@ -107,13 +107,8 @@ class Predictor(Trained):
     @torch.no_grad()
     def logits(self, stored: Tensor) -> Tensor:
         """The logits (B, classes) of stored images, uint8 (B, C, H, W), with the same bits as in an evaluation."""
-        return logits_of(
-            self.model,
-            stored.to(self.device),
-            transforms=self.transforms,
-            precision=self.precision,
-            views=self.card.eval_views,
-        )
+        images = self.transforms.eval(stored.to(self.device))
+        return outputs_of(self.model, images, self.precision, self.transforms.memory_format, self.card.eval_views)
 
     def values(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """The outputs for each image, float (B, outputs) on the CPU: the values of a regression, otherwise logits.

@@ -98,7 +98,6 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     def cropping_to(size: tuple[int, int]) -> ImageReader:
         return job.loader.feed(_cropped(job, data.train, size), world) if job.dataset.crops_files else feed
 
-    (_, first), *later = data.transforms.train_sizes.items()
     return Loader(
         world=own,
         plan=data.plan,
@@ -107,8 +106,7 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
         # Copied, because the loader marks broken images in the labels.
         train_labels=data.train.labels.to(world.device, copy=True),
         eval_labels=data.val.labels.to(world.device, copy=True),
-        train_feed=cropping_to(first),
-        later_feeds={start: cropping_to(size) for start, size in later},
+        train_feeds={start: cropping_to(size) for start, size in data.transforms.train_sizes.items()},
         eval_feed=job.loader.feed(data.val, world),
         partners=data.transforms.mix is not None,
         stride=job.loader.stride(data.plan.batch // own.size, values, world),

@@ -71,7 +71,7 @@ def evaluate_model(
         between(done, rounds)
     for idle in range(done, rounds):
         if has_shards(model):  # the forward pass gathers the parameters, which needs every rank
-            logits_of(model, loader.eval_image(), transforms=transforms, precision=precision, views=views)
+            network(transforms.eval(loader.eval_image()))
         for observer in observers:
             observer.update_without()
         between(idle + 1, rounds)
@@ -92,17 +92,13 @@ def _figures(
     return {"loss": summed / count, **scores}
 
 
-def logits_of(
-    model: nn.Module, images: Tensor, *, transforms: DeviceTransforms, precision: Precision, views: int = 1
-) -> Tensor:
-    """The logits (B, classes) of stored uint8 images (B, C, H, W), see `outputs_of`; equal images give equal bits."""
-    return outputs_of(model, transforms.eval(images), precision, transforms.memory_format, views)
-
-
 def outputs_of(
     model: nn.Module, images: Tensor, precision: Precision, memory_format: torch.memory_format, views: int
 ) -> Tensor:
-    """The outputs for normalised images (B, C, H, W), averaged over `views`, in `precision.sums`."""
+    """The outputs (B, classes) for images (B, C, H, W) after `transforms.eval`, the mean over `views`.
+
+    They are in `precision.sums`, and equal images give equal bits.
+    """
     with precision.autocast(images.device):
         outputs = [
             weight * model(view.to(precision.dtype, memory_format=memory_format)).to(precision.sums)

@@ -1,7 +1,5 @@
 """Reads a rank's shard of each global batch, for many small steps at once. `sampler` decides the samples."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -122,21 +120,19 @@ class Loader(EvalLoader):
 
     Fields:
         train_labels: as `Split.labels`, on the device; the labels of broken images are overwritten.
-        train_feed: reads the images.
-        later_feeds: the readers after `train_feed`, by the steps after which they begin, in their order.
+        train_feeds: the readers of the images, by the steps after which they begin (0 for the first), in their order.
             Steps of two readers are not read together, and nothing is read ahead of the change.
         partners: whether a shard also has the mix partner of its last example.
         stride: the most steps that are read together.
         order_device: computes the order of the examples; the images' device, so that no step waits for the order.
         order_of: gives the order of an epoch; None is a permutation of the examples.
-        crops: whether `train_feed` cuts boxes, another one for each repetition of an example.
+        crops: whether `train_feeds` cut boxes, another one for each repetition of an example.
     """
 
     plan: Plan
     seed: int
     train_labels: Tensor
-    train_feed: ImageReader
-    later_feeds: Mapping[int, ImageReader] = field(default_factory=dict)
+    train_feeds: Mapping[int, ImageReader]
     partners: bool = False
     stride: int = 1
     order_device: torch.device | None = None
@@ -145,8 +141,8 @@ class Loader(EvalLoader):
 
     def train(self, after: int) -> Iterator[BatchGroup]:
         """This rank's shards for every step after step `after`."""
-        ends = [*self.later_feeds, self.plan.total_steps]
-        for (start, feed), end in zip(self._feeds.items(), ends, strict=True):
+        ends = [*self.train_feeds, self.plan.total_steps][1:]
+        for (start, feed), end in zip(self.train_feeds.items(), ends, strict=True):
             yield from self._train(feed, max(after, start), min(end, self.plan.total_steps))
 
     def _train(self, feed: ImageReader, after: int, end: int) -> Iterator[BatchGroup]:
@@ -163,14 +159,10 @@ class Loader(EvalLoader):
             self._mark_broken(broken, self.train_labels)
             yield self._group(requested.popleft(), images, self.world.rank, self.world.size, self.partners)
 
-    @property
-    def _feeds(self) -> dict[int, ImageReader]:
-        return {0: self.train_feed, **self.later_feeds}
-
     def global_batch(self, step: int) -> BatchGroup:
         """All examples of a step, of all ranks. Reads them again: for looking at them, not for training."""
         whole = next(self._steps(step - 1, World.solo()))
-        images, _ = next(iter(at_step(self._feeds, step)([self._request([whole])])))
+        images, _ = next(iter(at_step(self.train_feeds, step)([self._request([whole])])))
         return self._group([whole], images, rank=0, ranks=1, mix_partners=False)
 
     def one_by_one(self, examples: Tensor, epoch: int) -> Iterator[tuple[int, BatchGroup]]:
@@ -183,7 +175,7 @@ class Loader(EvalLoader):
                 if (example := int(own[place])) in remaining:
                     remaining.remove(example)
                     piece = replace(step, indices=step.indices[place : place + 1 + self.partners])
-                    images, _ = next(iter(at_step(self._feeds, step.step)([self._request([piece])])))
+                    images, _ = next(iter(at_step(self.train_feeds, step.step)([self._request([piece])])))
                     yield example, self._group([piece], images, place, step.count, self.partners)
 
     def blocks_of_epoch(self, epoch: int, number: int) -> Iterator[BatchGroup]:
@@ -198,7 +190,7 @@ class Loader(EvalLoader):
         parts = [order[turn * self.eval_batch : (turn + 1) * self.eval_batch] for turn in turns]
         last = min((epoch + 1) * self.plan.steps_per_epoch, self.plan.total_steps)
         steps = [ShardIndices(last, epoch, part, len(part)) for part in parts]
-        feed = at_step(self._feeds, last)
+        feed = at_step(self.train_feeds, last)
         for step, (images, broken) in zip(steps, feed(self._request([step]) for step in steps), strict=True):
             self._mark_broken(broken, self.train_labels)
             yield self._group([step], images, rank=0, ranks=1, mix_partners=False)
