@@ -66,20 +66,6 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group["scale"]
 
 
-class Unstepped(Optimizer):
-    """An optimizer that neither steps nor clears gradients: a step with it computes them and does no more."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        # Do not call the base class: the groups have been checked.
-        self.param_groups = optimizer.param_groups
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing."""
-
-
 @dataclass(kw_only=True)
 class TrainStep:
     """Updates the weights of a state. It knows no rank, no path and no device by name.
@@ -135,6 +121,14 @@ class TrainStep:
         """
         if self.takes_closure:
             return self.update_by_closure(shard, measures_norm=measures_norm)
+        state, grad_norm = self.state, self.compute_gradients(shard, measures_norm=measures_norm)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def compute_gradients(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
+        """Forward and backward on a shard, and clipping; returns the norm as `update` does."""
         state = self.state
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.
@@ -155,9 +149,6 @@ class TrainStep:
             grad_norm = self.strategy.gradient_norm(self.parameters)
             if self.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, grad_norm)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
     def update_by_closure(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
@@ -174,16 +165,15 @@ class TrainStep:
             if not norms:
                 listener.record(loss, *others)
 
-        gradients_alone = replace(state, optimizer=Unstepped(state.optimizer))
-        first = replace(self, takes_closure=False, state=gradients_alone, listener=replace(listener, record=record))
-        again = replace(first, listener=StepListener(record=record))
+        first = replace(self, listener=replace(listener, record=record))
+        again = replace(self, listener=StepListener(record=record))
 
         def closure() -> Tensor:
             losses.clear()
             state.optimizer.zero_grad(set_to_none=True)
             buffers = [buffer.clone() for buffer in state.model.buffers()]
             with torch.enable_grad():
-                norm = (again if norms else first).update(shard, measures_norm=measures_norm)
+                norm = (again if norms else first).compute_gradients(shard, measures_norm=measures_norm)
             if norms:
                 with torch.no_grad():
                     for buffer, before in zip(state.model.buffers(), buffers, strict=True):
@@ -210,8 +200,7 @@ class TrainStep:
 
     def network(self, keys: list[Tensor], images: Tensor) -> Tensor:
         """The outputs of the replica for images, with the keys of their random numbers, in the dtype of losses."""
-        outputs: Tensor = self.state.replica(images, *keys).to(self.precision.sums)
-        return outputs
+        return self.state.replica(images, *keys).to(self.precision.sums)
 
     def log(self, labels: Tensor, name: str, values: Tensor) -> None:
         """Log a figure of each example of a micro-batch, (b,), under one of the task's `figures`.
