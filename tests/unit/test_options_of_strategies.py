@@ -170,10 +170,10 @@ def test_a_weight_without_a_gradient_in_some_shards_gets_the_sum_of_the_others()
     layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
     layers[1].weight.requires_grad_(False)
     replica = TreeReplica(layers)
-    for number, gradients in enumerate(((1.0, None), (None, 2.0), (3.0, 4.0), (None, None))):
+    for gradients in ((1.0, None), (None, 2.0), (3.0, 4.0), (None, None)):
         for layer, gradient in zip((layers[0], layers[2]), gradients, strict=True):
             layer.weight.grad = None if gradient is None else torch.full((2, 2), gradient)
-        replica.add_shard(first=number == 0)
+        replica.add_shard()
     replica.finish()
     sums = [None if layer.weight.grad is None else layer.weight.grad[0, 0].item() for layer in layers]
     assert sums == [4.0, None, 6.0]

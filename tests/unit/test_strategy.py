@@ -319,7 +319,7 @@ def test_strict_keeps_the_running_statistics_of_the_first_shard() -> None:
     replica = TreeReplica(norm)
     for value in (2.0, 6.0):
         replica(torch.full((2, 1), value)).sum().backward()
-        replica.add_shard(first=not replica.subtrees)
+        replica.add_shard()
     replica.finish()
     assert (norm.running_mean.item(), int(norm.num_batches_tracked)) == (2, 1)
 
@@ -346,9 +346,9 @@ def test_strict_adds_each_gradient_once_in_one_order_on_every_number_of_ranks(
 
     def summed(world: World) -> list[float]:
         replica = TreeReplica(nn.Linear(3, 1, bias=False))
-        for number, shard in enumerate(shards.chunk(ranks)[world.rank]):
+        for shard in shards.chunk(ranks)[world.rank]:
             replica.module.weight.grad = shard[None].clone()
-            replica.add_shard(first=number == 0)
+            replica.add_shard()
         replica.finish()
         return replica.module.weight.grad[0].tolist()
 

@@ -6,7 +6,7 @@ pairs, then pairs of pairs, first within a rank and then between ranks. Batch no
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +35,9 @@ class TreeReplica(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         return self.module(*inputs)
 
-    def add_shard(self, *, first: bool) -> None:
+    def add_shard(self) -> None:
         """Move the gradients of one virtual shard from the parameters into the tree."""
-        if first:
+        if not self.subtrees:
             self.first_buffers = [buffer.clone() for buffer in self.module.buffers()]
         gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self._trained()]
         height = 0
@@ -136,9 +136,11 @@ class Strict(Single):
         # No factor of the loss may depend on the ranks: it would change which numbers underflow.
         return 1
 
-    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self, replica: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(replica, TreeReplica)
-        return _adding_shard(replica)
+        yield
+        replica.add_shard()
 
     def reduce(self, replica: nn.Module) -> None:
         assert isinstance(replica, TreeReplica)
@@ -148,9 +150,3 @@ class Strict(Single):
         if has_batchnorm(model):
             return [f"repro=strict: batch norm counts per virtual shard, one of {self.shards} of the global batch"]
         return []
-
-
-@contextmanager
-def _adding_shard(replica: TreeReplica) -> Iterator[None]:
-    yield
-    replica.add_shard(first=not replica.subtrees)
