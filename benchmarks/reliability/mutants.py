@@ -257,9 +257,9 @@ data/transforms/device.py: images are mixed in the short format [transforms]
 + return pixels.to(self.dtype)
 training/train_state.py: layers that are frozen until a step are frozen for good [experiment]
 -     if until is None:
--         freeze_for_good
+-         network.freeze_for_good
 +     if True:
-+         freeze_for_good
++         network.freeze_for_good
 training/dry_run.py: the bound of a trial stays for the run [dry_run]
 -         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 +         pass

@@ -5,8 +5,6 @@ global batch, so the weight of an example never depends on its shard or its micr
 weights multiply these numbers (see `ExampleLoss`), and nothing is divided by the sum of the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -211,8 +209,7 @@ class MaskedLoss:
         if self.tolerates_broken:
             # A loss of the user need not support negative labels, and no gradient may become NaN.
             targets = targets.clamp(min=0) if targets.ndim == 1 else targets.nan_to_num(0)
-        losses: Tensor = self.loss(logits, targets)
-        return losses
+        return self.loss(logits, targets)
 
     def counted(self, losses: Tensor, labels: Tensor) -> Tensor:
         """The losses (b,), zero for the broken images among `labels` (n,) or (n, classes)."""

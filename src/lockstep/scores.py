@@ -1,7 +1,5 @@
 """What an evaluation gives to its observers, and the scores of its metrics, exact on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple

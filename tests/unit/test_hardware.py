@@ -75,7 +75,7 @@ def watch(path: Path, uuids: list[str], sink: Recorder) -> dict[str, float]:
     """Run a monitor for a few samples, or until it gives up; returns the means from its `close`."""
     watching = monitor_of(path, uuids, sink, itertools.count(6).__next__, period=0.02)
     watching.start()
-    wait_for(lambda: len(sink.lines) >= 4 or not watching.thread.is_alive())
+    wait_for(lambda: len(sink.lines) >= 4 or not watching.is_alive())
     return watching.close()
 
 
@@ -207,8 +207,8 @@ def test_a_driver_that_never_answers_does_not_keep_a_run_from_ending(
     assert watching.close() == {}
     assert capsys.readouterr().out.count("NVML does not answer") == 1
     nvml.answers.set()
-    watching.thread.join(30)
-    assert not watching.thread.is_alive()
+    watching.join(30)
+    assert not watching.is_alive()
     watching.parts[0].close()
 
 

@@ -256,8 +256,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     A data set that only the run folder names is not downloaded, because somebody else may have written the folder.
     """
     if run is not None and not overrides:
-        run_data: Source = components.build_stored("dataset", components.read_config(run.config).get("dataset"))
-        return run_data
+        return components.build_stored("dataset", components.read_config(run.config).get("dataset"))
     has_dataset = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not has_dataset:
         raise InputError("a weights file does not say where data is; name it: dataset=folder dataset.path=FOLDER")

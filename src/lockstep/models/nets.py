@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ class Network(Model):
 
 def without_weights(option: Model) -> Model:
     """The same model with random weights: for a caller that loads other weights, or needs only the shapes."""
-    changed: Any = option
-    return replace(changed, pretrained=False) if option.pretrained else option
+    return replace(cast(Any, option), pretrained=False) if option.pretrained else option
 
 
 def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

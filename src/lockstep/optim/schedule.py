@@ -20,8 +20,7 @@ Evaluations = Sequence[tuple[int, float]]  # step and gain, as `Schedule` in cor
 class Constant(Schedule):
     """The base rate at every step.
 
-    `warmup` is a duration (steps, `2ep`, `5%`): the rate climbs linearly and reaches its base value at the last
-    warm-up step (Goyal et al. 2017).
+    The warm-up is as in Goyal et al. 2017.
     """
 
     # length of the linear warm-up, which reaches the base rate at its last step
@@ -208,7 +207,6 @@ def part_of(text: str) -> tuple[str, Schedule]:
         )
     values = dict(zip(words[::2], words[1::2], strict=True))
     try:
-        schedule: Schedule = components.build("schedule", {"_target_": class_path(cls), **values}, name)
+        return length, components.build("schedule", {"_target_": class_path(cls), **values}, name)
     except InputError as error:
         raise InputError(f"schedule.parts has {text!r}: {error}") from error
-    return length, schedule

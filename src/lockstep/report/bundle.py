@@ -30,7 +30,7 @@ def write_bundle(folder: Path) -> None:
     jobs = [place for place in run_folders(folder) if place != folder]
     places = [folder, *sorted(jobs, key=lambda place: Run(place).state == State.done)]
     files = [(path, RUN_LIMIT if place == folder else JOB_LIMIT) for place in places for path in _texts_of(place)]
-    if not _texts_of(folder):
+    if RUN_LIMIT not in {limit for _, limit in files}:  # no text is the folder's own
         raise InputError(f"{folder} is neither a run nor a sweep; `lockstep runs {folder}` lists those in it")
     secrets = [*secrets_in([dict(os.environ), *([Run(place).composed, Run(place).overrides] for place in places)])]
     target = Path(f"lockstep-{slug(redacted(folder.resolve().name, secrets))}.zip")

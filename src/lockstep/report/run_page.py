@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.options import annotations_of, differences, value_text
-from lockstep.core import safe_read
+from lockstep.core import safe_read, tags
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
@@ -23,24 +23,6 @@ from lockstep.core.model_card import CLASSES
 from lockstep.core.run import Run
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
-from lockstep.core.tags import (
-    CPU,
-    EPOCH_LOSS,
-    FIGURES,
-    GPU,
-    LOSS,
-    METRIC,
-    TOP1,
-    TRAIN_LOSS,
-    Monitor,
-    chosen_on_itself,
-    figure_parts,
-    figure_text,
-    figure_word,
-    name_of_tag,
-    part_words,
-    telling,
-)
 from lockstep.report.charts import MOST_CURVES, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry import pictures
 from lockstep.telemetry.progress import format_duration, format_timestamp
@@ -96,7 +78,7 @@ def facts_of(run: Run) -> dict[str, Any]:
     sections: dict[str, Callable[[], Any]] = {
         "summary": lambda: [*_summary(run)],
         "findings": lambda: [*_findings(facts)],
-        "time": lambda: [(part_words(name), share) for name, share in times.items() if share],
+        "time": lambda: [(tags.part_words(name), share) for name, share in times.items() if share],
         "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
         "hardware": lambda: [row for row in _hardware(facts, environment) if row[1]],
         "scores": lambda: _scores(run),
@@ -143,24 +125,24 @@ def number(value: object, form: str, unit: str = "", before: str = "") -> str:
 
 def figure(name: str, value: Any) -> str:
     """A figure of an evaluation as text, with its unit; empty if it is not a number."""
-    return "".join(figure_parts(name, value)) if is_number(value) else ""
+    return "".join(tags.figure_parts(name, value)) if is_number(value) else ""
 
 
 def _scores(run: Run) -> dict[str, Any]:
-    scores, test = (telling(run.summary.get(key) or {}, run.classes) for key in ("scores", "test"))
+    scores, test = (tags.telling(run.summary.get(key) or {}, run.classes) for key in ("scores", "test"))
     rows = [
-        (figure_word(name), figure(name, scores.get(name)), figure(name, test.get(name)))
+        (tags.figure_word(name), figure(name, scores.get(name)), figure(name, test.get(name)))
         for name in {**scores, **test}
     ]
     evaluations = sum(run.monitor.value_in(scalars) is not None for _, scalars in run.figures)
-    note = "" if test or evaluations < 2 else chosen_on_itself(run.composed.get("dataset") or {})
+    note = "" if test or evaluations < 2 else tags.chosen_on_itself(run.composed.get("dataset") or {})
     return {"rows": rows[:MOST_CURVES], "test": bool(test), "note": note} if rows else {}
 
 
 def _headline(run: Run) -> str:
     """What the run was, in one line: `94.08 % top-1 on 355 images, digitnet, digits, epoch 2 of 2, 0:01`."""
     facts, predictions = run.summary, run.predictions
-    best = figure_text(run.monitor.name, facts["best"]) if is_number(facts.get("best")) else ""
+    best = tags.figure_text(run.monitor.name, facts["best"]) if is_number(facts.get("best")) else ""
     images = sum(predictions.examples) if predictions and predictions.targets == CLASSES else 0
     epochs = run.composed.get("epochs") if run.composed.get("steps") is None else None
     done, steps = facts.get("step"), facts.get("steps")
@@ -183,10 +165,10 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
     config: dict[str, Any] = run.read(run.run_dir.config, safe_read.read_yaml, {})
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
     monitor = run.monitor
-    metrics = [tag for tag in last if re.fullmatch(METRIC + "[^/]*", tag) and tag not in monitor.tags]
-    words = {name: figure_word(name) for name in (monitor.name, TOP1)}
-    words[LOSS] = "validation loss"
-    final = {name: [last[tag] for tag in Monitor(name).tags if tag in last] for name in words}
+    metrics = [tag for tag in last if re.fullmatch(tags.METRIC + "[^/]*", tag) and tag not in monitor.tags]
+    words = {name: tags.figure_word(name) for name in (monitor.name, tags.TOP1)}
+    words[tags.LOSS] = "validation loss"
+    final = {name: [last[tag] for tag in tags.Monitor(name).tags if tag in last] for name in words}
     step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)
     started, seconds, spent = facts.get("started"), facts.get("seconds"), facts.get("spent", {})
     rows = {
@@ -200,8 +182,8 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         f"best {words[monitor.name]}": figure(monitor.name, facts.get("best"))
         + number(facts.get("best_step"), ",", before=" at step "),
         **{f"last {words[name]}": figure(name, values[0]) for name, values in final.items() if values},
-        "last training loss": number(last.get(EPOCH_LOSS, last.get(TRAIN_LOSS)), ".4f"),
-        **{f"last {name_of_tag(tag)}": number(last[tag], ".4g") or "–" for tag in metrics[:MOST_CURVES]},
+        "last training loss": number(last.get(tags.EPOCH_LOSS, last.get(tags.TRAIN_LOSS)), ".4f"),
+        **{f"last {tags.name_of_tag(tag)}": number(last[tag], ".4g") or "–" for tag in metrics[:MOST_CURVES]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": format_timestamp(started or 0),
         "duration": format_duration(seconds) if seconds else "",
@@ -219,8 +201,8 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
     yield "processes", str(environment.get("world_size", "not known"))
     yield "threads of each", str(environment.get("threads", "not known"))
     yield from (("GPU", str(gpu)) for gpu in environment.get("gpus", ()))
-    for figure in FIGURES:
-        if figure.tag.startswith((CPU, GPU)):
+    for figure in tags.FIGURES:
+        if figure.tag.startswith((tags.CPU, tags.GPU)):
             yield figure.title, number(facts.get("_".join(figure.tag.split("/")[:2])), ",.4g")
 
 

@@ -71,13 +71,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
             *_curves(scored, jobs, monitor),
         ],
         "importance": [*_importance(scored, swept)],
-        "columns": [
-            "job",
-            "state",
-            *swept,
-            *(head(name, figure, directions) for name in columns),
-            *shown,
-        ],
+        "columns": ["job", "state", *swept, *(head(name, figure, directions) for name in columns), *shown],
         "numbers": 2 + len(swept),  # the first column of figures
         "jobs": [
             (

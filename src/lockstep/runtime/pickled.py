@@ -76,5 +76,4 @@ def unpacked(file: Path) -> tuple[Any, ...]:
     paths, cells, content = pickle.loads(file.read_bytes())
     linecache.cache |= cells
     sys.path += [path for path in paths if path not in sys.path]
-    objects: tuple[Any, ...] = pickle.loads(content)
-    return objects
+    return pickle.loads(content)

@@ -120,8 +120,7 @@ class FSDP(Distributed):
     device.
 
     The parameters of a block are gathered for its forward and its backward pass, and freed again. Each backward pass,
-    of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long. With
-    `replicas`, the ranks form so many groups, and each group has the whole state (hybrid sharding).
+    of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long.
     """
 
     # groups of ranks that have the whole state each (hybrid sharding), such as the number of machines: gathering

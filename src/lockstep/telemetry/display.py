@@ -88,7 +88,7 @@ class Screen(Display):
         self.plan, self.left, self.monitor = plan, left, monitor
         self.step = left.first
         self.stepped_at = self.shown_at = time.perf_counter()
-        self.phase = ""
+        self.phase, self.evaluated_share = "", 0.0
 
     def window(self, window: Window, epoch: Window | None) -> None:
         self.left.window_ended(window.last)
@@ -97,7 +97,7 @@ class Screen(Display):
         self.step, self.stepped_at = step, now
 
     def evaluating(self, done: int, blocks: int) -> None:
-        self.phase = f"evaluating {done}/{blocks}"
+        self.phase, self.evaluated_share = f"evaluating {done}/{blocks}", done / blocks
 
     def evaluated(self, step: int, scores: Mapping[str, float], epoch: Window | None, *, best: bool) -> None:
         self.phase = ""
@@ -172,7 +172,6 @@ class Bar(Screen):
 
     def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor) -> None:
         super().__init__(plan, left, monitor)
-        self.evaluated_share = 0.0
         self.last: Window | None = None
         self.live = Live(get_renderable=self.status, console=console.terminal, transient=True, refresh_per_second=4)
         self.live.start()
@@ -180,10 +179,6 @@ class Bar(Screen):
     def window(self, window: Window, epoch: Window | None) -> None:
         super().window(window, epoch)
         self.last = window
-
-    def evaluating(self, done: int, blocks: int) -> None:
-        super().evaluating(done, blocks)
-        self.evaluated_share = done / blocks
 
     def close(self) -> None:
         self.live.stop()

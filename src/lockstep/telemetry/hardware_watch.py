@@ -29,7 +29,7 @@ JOULES_PER_KWH = 3.6e6
 DIGITS = 9  # of what is written: small runs cost little
 
 
-class HardwareWatch:
+class HardwareWatch(threading.Thread):
     """A thread of main that samples the hardware. A part of it that fails is no longer sampled.
 
     The `observer` gets the samples. `step` returns the last finished step, and `sampled` is called after each sample.
@@ -44,6 +44,7 @@ class HardwareWatch:
         sampled: Callable[[], None] = lambda: None,
         period: float = PERIOD_S,
     ) -> None:
+        super().__init__(name="hardware", daemon=True)
         self.parts, self.observer, self.step, self.sampled, self.period = parts, observer, step, sampled, period
         self.sampling = list(parts)
         self.done = threading.Event()
@@ -51,7 +52,6 @@ class HardwareWatch:
         self.counts: Counter[str] = Counter()
         self.most_memory: dict[str, float] = {}
         self.written = step()  # the last step of a sample for the observer, which gets at most one sample per step
-        self.thread = threading.Thread(target=self._watch, name="hardware", daemon=True)
 
     @property
     def joules(self) -> float | None:
@@ -59,10 +59,7 @@ class HardwareWatch:
         told = [part.joules for part in self.parts if part.joules is not None]
         return sum(told) if told else None
 
-    def start(self) -> None:
-        self.thread.start()
-
-    def _watch(self) -> None:
+    def run(self) -> None:
         while self.sampling and not self.done.wait(self.period):
             self._sample()
             self.sampled()
@@ -95,9 +92,9 @@ class HardwareWatch:
         They are means over the run and the GPUs; of memory, the largest sample of a GPU, or of all ranks on a CPU.
         """
         self.done.set()
-        if self.thread.is_alive():
-            self.thread.join(LAST_SAMPLE_S)
-            if self.thread.is_alive():
+        if self.is_alive():
+            self.join(LAST_SAMPLE_S)
+            if self.is_alive():
                 log.warn("NVML does not answer; the last figures of the GPUs are missing")
                 return self._figures()
         with close_all(*(part.close for part in self.parts if isinstance(part, Gpus))):

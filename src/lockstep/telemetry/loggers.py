@@ -12,8 +12,6 @@ from lockstep.core.observer import Logger, Observer, RunInfo
 from lockstep.telemetry import tensorboard
 from lockstep.telemetry.sinks import JsonLines
 
-__all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
-
 
 @option("logger")
 class JSONL(Logger):

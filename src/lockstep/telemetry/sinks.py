@@ -90,8 +90,7 @@ def truncate_after(
 
     write_atomic(path, valid_lines())
     with storing(path):
-        file: TextIO = append(path, newline="", buffering=1)
-    return file
+        return append(path, newline="", buffering=1)
 
 
 CSV_COLUMNS = {figure.tag: figure.column for figure in FIGURES if figure.column}

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lockstep.config.commands import key_of, resume_command, shell_command
 from lockstep.config.extensions import arguments_of, is_object
 from lockstep.core import log
-from lockstep.core.data_protocols import Source
 from lockstep.core.errors import percent
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.protocols import Optimizer
@@ -126,8 +125,7 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
         if not hasattr(small, name):
             small.register_parameter(name, nn.Parameter(torch.zeros([SIDE] * parameter.dim(), dtype=parameter.dtype)))
     of_layers = {field.name: None for field in dataclasses.fields(option) if field.name in ("layer_decay", "head_lr")}
-    changed: Any = option
-    changed = dataclasses.replace(changed, **of_layers)  # the small module has no layers
+    changed = dataclasses.replace(cast(Any, option), **of_layers)  # the small module has no layers
     try:
         with torch.random.fork_rng(devices=[]):  # some optimizers draw numbers
             optimizer = changed.build(small)
@@ -166,6 +164,7 @@ def say_start(
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     test = "" if data.test is None else f"{len(data.test):,} to test, "
     source = named(job.dataset) if is_object(job.dataset) else type(job.dataset).__name__
+    place = f" {relative(Path(job.dataset.path))}" if job.dataset.path else ""
     last_words = {key_of(word): word for word in run.overrides}  # a resume adds its own
     rows = {
         "run": relative(run_dir.path),
@@ -178,7 +177,7 @@ def say_start(
                 *[str(state.freezing)] * bool(str(state.freezing)),
             ]
         ),
-        "data": f"{source}{_place(job.dataset)}, {len(data.train):,} to train on, "
+        "data": f"{source}{place}, {len(data.train):,} to train on, "
         f"{len(data.val):,} to evaluate, {test}{_classes(job, data)}, {shape}"
         f"{_input_reason(job, composed, auto_sizes)}",
         "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}",
@@ -194,11 +193,6 @@ def say_start(
         rows["from"] = f"{origin}, step {progress.step:,}"
     for key, value in rows.items():
         log.say_row(key, str(value))
-
-
-def _place(source: Source) -> str:
-    """The path of a data set, or its name where it comes from: ` photos`; empty without one."""
-    return f" {relative(Path(source.path))}" if source.path else ""
 
 
 def _classes(job: ResolvedJob, data: TrainingData) -> str:

@@ -85,10 +85,7 @@ class Observers(Observer):
 
     @property
     def commands(self) -> Sequence[str]:
-        commands: list[str] = []
-        for observer in self.observers:
-            commands += self.call(observer, "commands")
-        return commands
+        return [command for observer in self.observers for command in self.call(observer, "commands")]
 
     def label(self, observer: Any) -> str:
         """The name of an observer, or of the logger that builds it, in a sentence."""
@@ -251,9 +248,7 @@ def _observe(
         id=record.id or "",
         log=observers.log,
     )
-    own: list[Observer] = []
-    for logger in loggers:
-        own.append(observers.call(logger, "build", run))
+    own = [observers.call(logger, "build", run) for logger in loggers]
     listening = [listener(run) for listener in listeners()]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}

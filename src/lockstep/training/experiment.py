@@ -38,7 +38,7 @@ from lockstep.training import train_state
 from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import Observers, build_observers
 from lockstep.training.evaluate import Patience
-from lockstep.training.predictions import collected
+from lockstep.training.predictions import COLLECTED
 from lockstep.training.resolved_job import ResolvedJob, card_of, described, named, step_settings
 from lockstep.training.run_record import RunRecord
 from lockstep.training.train_state import Progress, TrainState
@@ -105,7 +105,7 @@ def run(
         test_loader=build_test_loader(job, data, world),
         transforms=data.transforms,
         scores=Scores(job.metric, card.classes, card.class_names, world, card.probabilities, card.targets),
-        predictions=collected(card, data.val, world, telemetry.observer),
+        predictions=COLLECTED[card.targets](card, data.val, world, telemetry.observer),
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,

@@ -64,7 +64,6 @@ class CudaGraph:
             raise
 
     def replay(self) -> None:
-        """Launch the kernels."""
         self.graph.replay()
 
 

@@ -111,7 +111,6 @@ class Moments:
         return figures, scalars
 
     def end(self) -> None:
-        """End the run."""
         self.callbacks.tell("run_end", self.run)
 
     def epoch_end(self) -> None:

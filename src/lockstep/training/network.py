@@ -11,8 +11,6 @@ The last global batch of an epoch may have fewer examples than all ranks have mi
 attention then ask torch for a size that it cannot infer from a tensor without elements.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +53,7 @@ class Freezing:
     numbers: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, names: frozenset[str], until: int | None) -> Freezing:
+    def of(cls, model: nn.Module, names: frozenset[str], until: int | None) -> Self:
         """The freezing of a wrapped model, by the names that `frozen_names` returns."""
         norms = []
         for name, module in model.named_modules():
@@ -234,12 +232,7 @@ def batches_without_single(plan: Plan, strategy: Strategy, ranks: int) -> Iterat
 
 
 def check_single_examples(
-    network: nn.Module,
-    inputs: tuple[Tensor, ...],
-    plan: Plan,
-    strategy: Strategy,
-    ranks: int,
-    freezing: Freezing,
+    network: nn.Module, inputs: tuple[Tensor, ...], plan: Plan, strategy: Strategy, ranks: int, freezing: Freezing
 ) -> None:
     """Refuse, before the first step, a plan in which a batch norm counts over one example, and that is too few.
 

@@ -74,8 +74,7 @@ class ModelObject(OfProgram, Network):
         original_of("model", self)
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        module: nn.Module = copy.deepcopy(original_of("model", self))
-        return module.to(torch.empty(0).device)  # which may be the meta device
+        return copy.deepcopy(original_of("model", self)).to(torch.empty(0).device)  # which may be the meta device
 
 
 def with_module(option: Any, module: nn.Module) -> ModelObject:
@@ -95,8 +94,6 @@ class LossObject(OfProgram, Loss):
 
 
 class FunctionLoss(nn.Module):
-    """A function as a module."""
-
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -106,23 +103,20 @@ class FunctionLoss(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DatasetObject(DatasetOption):
+class DatasetObject(OfProgram, DatasetOption):
     """Datasets of torch that a program gave: what to train on, to evaluate, and to test."""
 
-    type: str = ruled("", TEXT)
-    module: str = ruled("", TEXT)
     labels: list[str] | None = ruled(None, TEXT)  # names of the classes, labels or values
     channel_mean: list[float] | None = ranged(None, least=-1e6, most=1e6)  # null: ImageNet's
     channel_std: list[float] | None = ranged(None, least=1e-6, most=1e6)
-    original: InitVar[Any] = None
 
     val_remedy: ClassVar[str] = (
         "give one, lockstep.dataset(train, val=DATASET), or evaluate a share of each class, with val_share=0.1"
     )
 
     def __post_init__(self, original: Any) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "original", original)
+        super().__post_init__(original)
+        DatasetOption.__post_init__(self)
 
     @property
     def place(self) -> Hashable:

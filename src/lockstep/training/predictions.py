@@ -163,10 +163,6 @@ class CollectedValues(CollectedPredictions):
 COLLECTED = {CLASSES: CollectedPredictions, LABELS: CollectedLabels, VALUES: CollectedValues}  # by the task's targets
 
 
-def collected(card: ModelCard, split: Split, world: World, observer: Observer) -> CollectedPredictions:
-    return COLLECTED[card.targets](card, split, world, observer)
-
-
 def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """How many examples have each class, are predicted to have it, and both, int64 (3, C); and the confusion matrix.
 

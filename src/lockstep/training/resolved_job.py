@@ -3,15 +3,13 @@
 Only what needs the memory or data of a rank may be `auto`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lockstep
 from lockstep.checkpoint.reading import describe_differences
@@ -74,7 +72,7 @@ class ResolvedJob(Job):
         return [note for own in self.metric.values() for note in own.notes(names)]
 
     @classmethod
-    def of(cls, job: Job) -> ResolvedJob:
+    def of(cls, job: Job) -> Self:
         """The same job with narrower types."""
         train = ResolvedTrainBlock(**vars(job.train))
         return cls(**{field.name: getattr(job, field.name) for field in fields(Job)} | {"train": train})

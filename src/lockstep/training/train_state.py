@@ -36,14 +36,8 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import ForwardDraws, key_draws
 from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.telemetry.window import WindowState
-from lockstep.training.network import (
-    Freezing,
-    check_single_examples,
-    for_empty_micro_batches,
-    freeze_for_good,
-    frozen_names,
-    recompute_blocks,
-)
+from lockstep.training import network
+from lockstep.training.network import Freezing
 from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions, named
 
 if TYPE_CHECKING:
@@ -167,7 +161,7 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
         from lockstep.checkpoint.weights import load_start  # most jobs start without weights
 
         start = load_start(model, Path(job.init_from), job.dataset.class_names)
-    frozen = frozen_names(model, job.train.freeze)
+    frozen = network.frozen_names(model, job.train.freeze)
     until = job.train.freeze_until
     until = None if until is None else plan.in_steps("train.freeze_until", until)
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
@@ -181,14 +175,15 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
             f"[{job.dataset.classes}]: a tensor with an output for each of the {job.task.targets} of the data set"
         )
     if until is None:
-        freeze_for_good(model, frozen)
+        network.freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.averages else None
     if job.model.grad_checkpointing:
-        recompute_blocks(model)
+        network.recompute_blocks(model)
     inputs = draws.blank_inputs(blank)
     freezing = Freezing.of(model, frozen, until)
-    check_single_examples(draws.keyed(model), inputs, plan, strategy, strategy.data_world(world).size, freezing)
-    replica = strategy.wrap(for_empty_micro_batches(draws.keyed(model), inputs, plan, world), world, plan, inputs)
+    keyed, ranks = draws.keyed(model), strategy.data_world(world).size
+    network.check_single_examples(keyed, inputs, plan, strategy, ranks, freezing)
+    replica = strategy.wrap(network.for_empty_micro_batches(keyed, inputs, plan, world), world, plan, inputs)
     strategy.shard(model, world, precision, blank)
     ema = None
     if average is not None:
@@ -243,11 +238,7 @@ def restore(
         return Progress(decisions=decided, callbacks=callbacks), origin
     check_fingerprint(checkpointer.fingerprint, loaded.path)
     progress = reading.restore_from(
-        loaded,
-        model=state.model,
-        ema=state.ema,
-        optimizer=state.optimizer,
-        scaler=state.scaler,
+        loaded, model=state.model, ema=state.ema, optimizer=state.optimizer, scaler=state.scaler
     )
     if loaded.path.parent != checkpointer.run_dir.checkpoints:  # a new run: the earlier one has the best weights
         progress |= {"best": None, "best_step": 0, "best_figures": {}}

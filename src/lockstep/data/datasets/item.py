@@ -45,8 +45,6 @@ class UnknownTarget(BrokenItem):
 
 @dataclass(frozen=True)
 class DatasetItem:
-    """One item of a Dataset."""
-
     items: Any
     index: int
     split: str

@@ -1,7 +1,5 @@
 """The image files of a split, wherever they are stored: in folders, in tar shards, or in the rows of a table."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -12,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,12 +97,12 @@ class Files:
         """(N,): by which files are cut into splits. Several members can have one name."""
         return self.keys if self.member_names is None else self.member_names[self.keys]
 
-    def part(self, chosen: NDArray[np.bool_]) -> Files:
+    def part(self, chosen: NDArray[np.bool_]) -> Self:
         """The files that are `chosen`, bool (N,)."""
         groups = None if self.groups is None else self.groups[chosen]
         return replace(self, keys=self.keys[chosen], labels=self.labels[chosen], groups=groups)
 
-    def grouped(self, pattern: str) -> Files:
+    def grouped(self, pattern: str) -> Self:
         """The files with the groups that a regular expression names. Raises InputError."""
         texts = [os.fsdecode(text) for text in (self.names if self.groups is None else self.groups).tolist()]
         groups = _first_groups(pattern, texts)
@@ -115,7 +113,7 @@ class Files:
             )
         return replace(self, groups=as_names(map(str, groups)))
 
-    def without(self, name: str, chosen: NDArray[np.bool_]) -> dict[str, Files]:
+    def without(self, name: str, chosen: NDArray[np.bool_]) -> dict[str, Self]:
         """The training split without the `chosen` files, bool (N,), and the split `name` of these."""
         return {"train": self.part(~chosen), name: self.part(chosen)}
 
@@ -133,8 +131,7 @@ def _first_groups(pattern: str, texts: list[str]) -> list[str | None]:
             f"dataset.group_pattern is {shown(pattern)}, which takes more than {MATCHING_S:.0f} s for {len(texts):,} "
             "names; write it without repetitions inside of repetitions, such as (a+)+"
         ) from error
-    groups: list[str | None] = json.loads(done.stdout)
-    return groups
+    return json.loads(done.stdout)
 
 
 def _digest(content: bytes) -> str:

@@ -9,34 +9,15 @@ from lockstep.data.datasets.items import DatasetOption
 
 # The splits to train on, to evaluate and to test, by class: values of `split`, or of `train` if they are true or
 # false. Without a split to evaluate, `val_share` cuts one.
-TRAIN_TEST, ALL = ("train", "test", None), ("train", "val", "test")
 TORCHVISION_SPLITS: dict[str, tuple[Any, Any, Any]] = {
-    "CIFAR10": (True, False, None),
-    "CIFAR100": (True, False, None),
-    "CLEVRClassification": ("train", "val", None),
-    "Caltech101": (None, None, None),
-    "Caltech256": (None, None, None),
+    **dict.fromkeys(("CIFAR10", "CIFAR100", "FashionMNIST", "KMNIST", "MNIST", "USPS"), (True, False, None)),
+    **dict.fromkeys(("DTD", "FGVCAircraft", "Flowers102", "PCAM", "RenderedSST2"), ("train", "val", "test")),
+    **dict.fromkeys(("Food101", "GTSRB", "STL10", "SVHN", "StanfordCars"), ("train", "test", None)),
+    **dict.fromkeys(("CLEVRClassification", "Imagenette"), ("train", "val", None)),
+    **dict.fromkeys(("Caltech101", "Caltech256", "EuroSAT", "SEMEION", "SUN397"), (None, None, None)),
     "Country211": ("train", "valid", "test"),
-    "DTD": ALL,
-    "EuroSAT": (None, None, None),
-    "FGVCAircraft": ALL,
     "FER2013": ("train", None, None),
-    "FashionMNIST": (True, False, None),
-    "Flowers102": ALL,
-    "Food101": TRAIN_TEST,
-    "GTSRB": TRAIN_TEST,
-    "Imagenette": ("train", "val", None),
-    "KMNIST": (True, False, None),
-    "MNIST": (True, False, None),
     "OxfordIIITPet": ("trainval", "test", None),
-    "PCAM": ALL,
-    "RenderedSST2": ALL,
-    "SEMEION": (None, None, None),
-    "STL10": TRAIN_TEST,
-    "SUN397": (None, None, None),
-    "SVHN": TRAIN_TEST,
-    "StanfordCars": TRAIN_TEST,
-    "USPS": (True, False, None),
 }
 
 
@@ -67,8 +48,8 @@ class Torchvision(DatasetOption):
         if self.name not in TORCHVISION_SPLITS:
             close = did_you_mean(self.name, TORCHVISION_SPLITS)
             raise InputError(
-                f"dataset.name is {self.name}, expected one of {', '.join(TORCHVISION_SPLITS)}.{close} For any other "
-                "one, write an option that returns it (docs/extending.md#any-dataset-of-torch)"
+                f"dataset.name is {self.name}, expected one of {', '.join(sorted(TORCHVISION_SPLITS))}.{close} For "
+                "any other one, write an option that returns it (docs/extending.md#any-dataset-of-torch)"
             )
         value = TORCHVISION_SPLITS[self.name][number]
         if number and value is None:

@@ -40,10 +40,7 @@ class TableEntry(NamedTuple):
 class CSV(FileSource):
     """Your own images, listed in a CSV file with their paths, labels (names, or numbers without gaps) and splits.
 
-    The first line names the columns. Commas, semicolons or tabs separate them. A label is a name, or the number of a
-    class: from 0 or 1, without gaps. For a task of labels, an image has several names in one cell, or a 0 or 1 in a
-    column for each label; for one of values, a number in each column. An image counts once for each line that names
-    it.
+    Numbers of classes begin at 0 or 1. An image counts once for each line that names it.
     """
 
     # the CSV file. Its first line names the columns, which are separated by commas, semicolons or tabs
@@ -238,8 +235,6 @@ class CSV(FileSource):
 
 @dataclass(frozen=True)
 class TableRow:
-    """The image file in a row of a table."""
-
     table: Any
     where: str
     column: str

@@ -1,7 +1,5 @@
 """From what a data set stores with an image to its label: a class by name, several labels, or values."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

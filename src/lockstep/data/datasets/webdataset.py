@@ -46,9 +46,8 @@ class TarMember:
 class WebDataset(FileSource):
     """Uncompressed tar shards of images and labels (WebDataset): `KEY.jpg`, and `KEY.cls` with a number or a name.
 
-    Several labels or values are in a text, in JSON (or in its fields `label_keys`), or in an array of NumPy. Of
-    several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png). Shards are
-    indexed once per process, so any example can be read by itself: order and resume are exact.
+    Of several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png). Shards
+    are indexed once per process, so any example can be read by itself: order and resume are exact.
     """
 
     path: str = pathname("???")  # folder of the shards

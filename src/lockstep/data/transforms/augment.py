@@ -33,8 +33,7 @@ class Auto(NoAugment):
     """
 
     def for_data(self, source: Source) -> Augment:
-        usual: Augment = components.build_option("augment", source.usual_augment)
-        return usual.for_data(source)
+        return components.build_option("augment", source.usual_augment).for_data(source)
 
 
 @option("augment")
