@@ -121,13 +121,13 @@ class TrainStep:
         """
         if self.takes_closure:
             return self.update_by_closure(shard, measures_norm=measures_norm)
-        state, grad_norm = self.state, self.compute_gradients(shard, measures_norm=measures_norm)
+        state, grad_norm = self.state, self._compute_gradients(shard, measures_norm=measures_norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
-    def compute_gradients(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
+    def _compute_gradients(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
         """Forward and backward on a shard, and clipping; returns the norm as `update` does."""
         state = self.state
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
@@ -173,7 +173,7 @@ class TrainStep:
             state.optimizer.zero_grad(set_to_none=True)
             buffers = [buffer.clone() for buffer in state.model.buffers()]
             with torch.enable_grad():
-                norm = (again if norms else first).compute_gradients(shard, measures_norm=measures_norm)
+                norm = (again if norms else first)._compute_gradients(shard, measures_norm=measures_norm)
             if norms:
                 with torch.no_grad():
                     for buffer, before in zip(state.model.buffers(), buffers, strict=True):
