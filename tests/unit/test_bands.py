@@ -63,7 +63,7 @@ def test_every_channel_is_read_and_resized_as_torchvision_resizes_it_alone(kind:
     assert np.array_equal(file.box((0, 0, 30, 22), (30, 22)), channels)
     alone = [T.resize(channel[None, 4:24, 1:21], [9, 13], antialias=True)[0] for channel in channels]
     assert np.array_equal(file.box((4, 1, 20, 20), (9, 13)), torch.stack(alone))
-    assert np.array_equal(file.fitted((22, 22)), channels[:, 4:26])
+    assert np.array_equal(file.stored(preprocessing(22, 22, CHANNELS)), channels[:, 4:26])
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "BMP"])
@@ -72,7 +72,7 @@ def test_grey_is_pillows_conversion_of_the_decoded_photo(kind: str) -> None:
     noise.save(file := io.BytesIO(), kind)
     with Image.open(file) as image:
         expected = np.asarray(image.convert("L"))
-    assert np.array_equal(ImageFile.of(file.getvalue(), 1).fitted((64, 64))[0], expected)
+    assert np.array_equal(ImageFile.of(file.getvalue(), 1).stored(preprocessing(64, 64, 1))[0], expected)
 
 
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -106,7 +106,7 @@ def test_what_is_no_image_of_so_many_channels_is_one_sentence(kind: str) -> None
 def test_only_what_tifffile_logs_of_our_files_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     damaged = bands(IMAGE, software="ours").replace(b"\x31\x01\x02\0", b"\x31\x01\x63\0")  # the type of the tag
     tifffile = pytest.importorskip("tifffile")
-    ImageFile.of(damaged, CHANNELS).fitted((22, 22))
+    ImageFile.of(damaged, CHANNELS).stored(preprocessing(22, 22, CHANNELS))
     assert not caplog.records
     tifffile.TiffFile(io.BytesIO(damaged)).pages.first.asarray()
     assert caplog.records

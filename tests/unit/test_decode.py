@@ -43,7 +43,7 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_enough(tmp_path: Path, 
     pixels, scale = decoded(file, size / 400)
     assert (pixels.shape, scale) == ((50 * eighths, 75 * eighths, 3), eighths)
     whole = T.center_crop(T.resize(T.pil_to_tensor(image), [size], antialias=True), [size, size])
-    assert difference(file.fitted((size, size), scaled=True), whole.numpy()) < 1.5
+    assert difference(file.stored(preprocessing(size, size), scaled=True), whole.numpy()) < 1.5
 
 
 @pytest.mark.parametrize("shape", [(400, 800), (800, 400)])
@@ -52,7 +52,7 @@ def test_a_long_photo_keeps_the_detail_of_both_sides(tmp_path: Path, shape: tupl
     """Stripes of four pixels are those of one at a quarter of the size, and all grey at an eighth."""
     stripes = np.where(np.indices(shape)[axis] // 4 % 2, 220, 30).astype(np.uint8)
     file = saved(tmp_path, Image.fromarray(stripes))
-    assert file.fitted((100, 100), scaled=True).std() > 80
+    assert file.stored(preprocessing(100, 100), scaled=True).std() > 80
     height, width = (length // (4 if side == axis else 8) for side, length in enumerate(shape))
     assert file.box((0, 0, *shape), (height, width)).std() > 80
 
@@ -101,10 +101,11 @@ def test_a_jpeg_with_harmless_damage_is_decoded_whole_and_one_that_is_cut_is_ref
         (tmp_path / "damaged.jpg").write_bytes(content)
         damaged = ImageFile.read(tmp_path / "damaged.jpg")
         if fits:
-            assert difference(damaged.fitted((100, 100), scaled=True), file.fitted((100, 100))) < 1
+            exact = file.stored(preprocessing(100, 100))
+            assert difference(damaged.stored(preprocessing(100, 100), scaled=True), exact) < 1
         else:
             with pytest.raises(OSError, match="image file is truncated"):
-                damaged.fitted((100, 100))
+                damaged.stored(preprocessing(100, 100))
 
 
 def test_a_split_with_boxes_cuts_others_in_each_epoch_and_the_same_again(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_every_kind_of_jpeg_is_scaled_to_rgb(tmp_path: Path, mode: str) -> None:
     image.save(buffer, "JPEG", quality=95)
     with Image.open(buffer) as again:
         expected = np.asarray(again.convert("RGB").resize((40, 40), Image.Resampling.BOX)).transpose(2, 0, 1)
-    assert difference(saved(tmp_path, image).fitted((40, 40), scaled=True), expected) < 2
+    assert difference(saved(tmp_path, image).stored(preprocessing(40, 40), scaled=True), expected) < 2
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

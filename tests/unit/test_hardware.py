@@ -68,7 +68,9 @@ def monitor_of(
     path: Path, uuids: list[str], sink: Observer, step: Callable[[], int] = lambda: 0, period: float = 1.0
 ) -> HardwareWatch:
     """A monitor of these GPUs alone."""
-    return HardwareWatch(parts=[Gpus(uuids, path / "gpu.jsonl")], observer=sink, step=step, period=period)
+    watching = HardwareWatch([Gpus(uuids, path / "gpu.jsonl")], sink, step)
+    watching.period = period
+    return watching
 
 
 def watch(path: Path, uuids: list[str], sink: Recorder) -> dict[str, float]:
@@ -268,7 +270,8 @@ def test_the_energy_of_the_processors_is_counted_where_it_can_be_read(tmp_path: 
 def test_a_rank_that_has_ended_ends_the_figures_of_processes_only(nvml: FakeNvml, tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     parts = [Processes([child.pid], counters=[]), Gpus(["GPU-aa"], tmp_path / "gpu.jsonl")]
-    watching = HardwareWatch(parts=parts, observer=Observer(), step=lambda: 0, period=0.01)
+    watching = HardwareWatch(parts, Observer(), step=lambda: 0)
+    watching.period = 0.01
     child.kill()
     child.wait()
     assert child.stdin is not None

@@ -344,7 +344,7 @@ def test_the_note_of_a_jpeg_is_found_behind_other_notes_and_a_damaged_one_is_non
         (tmp_path / "a.jpg").write_bytes(plain[:2] + note + plain[2:])
         file = ImageFile.read(tmp_path / "a.jpg")
         assert (file.height, file.width) == ((48, 32) if turned else (32, 48))
-        file.fitted((8, 8))
+        file.stored(preprocessing(8, 8))
 
 
 def test_without_its_package_a_photo_is_refused_with_the_command_that_installs_it(

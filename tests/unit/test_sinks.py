@@ -7,6 +7,7 @@ import json
 import math
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from lockstep.core.figures import Predictions, read_figures
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
+from lockstep.core.tags import VAL_TOP1
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, Samples, fingerprints
@@ -45,6 +47,12 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def table_of(
+    path: Path, after: float = 0, latest: Mapping[str, float] | None = None, tags: Sequence[str] = (VAL_TOP1,)
+) -> CsvTable:
+    return CsvTable(path, PLAN, after, latest or {}, tags)
+
+
 def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: Path) -> None:
     lines, path = JsonLines(tmp_path / "metrics.jsonl", 0), tmp_path / "metrics.csv"
     lines.write(5, {"loss/train_epoch": 0.7, "acc/train_epoch_top1": 60.0, "optim/lr": 0.2})
@@ -52,7 +60,7 @@ def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: P
     lines.end("completed")
     (_, _), (_, latest) = read_figures(tmp_path / "metrics.jsonl", 12)
     assert [step for step, _ in read_figures(tmp_path / "metrics.jsonl", 9)] == [5]
-    table = CsvTable(path, PLAN, 12, latest)
+    table = table_of(path, 12, latest)
     table.write(15, {"acc/val_top1": 90.0})
     table.end("completed")
     (row,) = rows(path)
@@ -107,7 +115,7 @@ def test_a_record_that_was_cut_anywhere_is_left_out(tmp_path: Path, capsys: pyte
 
 
 def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: Any) -> None:
-    sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), CsvTable(tmp_path / "metrics.csv", PLAN, 0)
+    sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), table_of(tmp_path / "metrics.csv")
     with full_disk(1):
         for sink_or_table in (sink, table):
             with pytest.raises(StorageError, match=r"metrics\.\w+ cannot be written \(File too large\)"):
@@ -122,7 +130,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path) -> None:
-    table = CsvTable(tmp_path / "metrics.csv", PLAN, 0)
+    table = table_of(tmp_path / "metrics.csv")
     table.write(10, {"loss/train_epoch": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
     table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})
     table.end("completed")
@@ -130,7 +138,7 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     assert list(row) == ["step", "epoch", *CSV_COLUMNS.values()]
     assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123456789", "90")
     assert row["img_per_s"] == ""
-    table = CsvTable(tmp_path / "own.csv", PLAN, 0, tags=["loss/val", "metric/map", "distill/kl"])
+    table = table_of(tmp_path / "own.csv", tags=["loss/val", "metric/map", "distill/kl"])
     table.write(10, {"distill/kl": 0.5})
     table.write(10, {"loss/val": 0.25, "metric/map": 0.75})
     table.end("completed")
@@ -141,11 +149,11 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
 
 def test_each_class_of_a_metric_has_a_column_also_behind_a_resume(tmp_path: Path) -> None:
     path, tags = tmp_path / "metrics.csv", ["loss/val", "metric/f1", "metric/recall"]
-    table = CsvTable(path, PLAN, 0, tags=tags)
+    table = table_of(path, tags=tags)
     table.write(10, {"loss/val": 0.5, "metric/f1": 0.25, "metric/recall/a": 0.5, "metric/recall/b/c": math.nan})
     table.write(20, {"loss/val": 0.5, "metric/f1": 0.5, "metric/recall/a": 0.75, "metric/recall/b/c": 1.0})
     table.end("completed")
-    again = CsvTable(path, PLAN, 10.5, {"metric/f1": 0.25, "metric/recall/a": 0.5}, tags)
+    again = table_of(path, 10.5, {"metric/f1": 0.25, "metric/recall/a": 0.5}, tags)
     again.write(20, {"loss/val": 0.5, "metric/f1": 0.125, "metric/recall/a": 1.0, "metric/recall/b/c": 0.0})
     again.end("completed")
     names = ("step", "f1", "recall/a", "recall/b/c", "recall")
@@ -158,12 +166,12 @@ def test_each_class_of_a_metric_has_a_column_also_behind_a_resume(tmp_path: Path
 @pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n"])
 def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.csv"
-    table = CsvTable(path, PLAN, 0)
+    table = table_of(path)
     for step in (10, 20, 30):
         table.write(step, {"acc/val_top1": float(step)})
     table.end("completed")
     path.write_text(path.read_text() + tail)
-    again = CsvTable(path, PLAN, 20.5)
+    again = table_of(path, 20.5)
     again.write(30, {"acc/val_top1": 99.0})
     again.end("completed")
     assert [(row["step"], row["val_top1"]) for row in rows(path)] == [("10", "10"), ("20", "20"), ("30", "99")]
@@ -336,7 +344,7 @@ def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, conte
 
 
 def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
-    table = CsvTable(tmp_path / "metrics.csv", PLAN, 0)
+    table = table_of(tmp_path / "metrics.csv")
     sinks = [JsonLines(tmp_path / "metrics.jsonl", 0), table, tensorboard(tmp_path)]
     for sink in sinks:
         sink.write(1, {"loss/val": 0.5, "acc/val_top1": 50.0})
@@ -471,7 +479,7 @@ def test_a_metric_that_a_resume_adds_or_removes_has_a_column_and_loses_no_row(
 ) -> None:
     path, rows = tmp_path / "metrics.csv", list[dict[str, str]]()
     for step, tags in enumerate(([], ["metric/f1"], ["metric/auroc", "metric/f1"], ["metric/auroc"]), start=1):
-        table = CsvTable(path, PLAN, step - 0.5, tags=["acc/val_top1", *tags])
+        table = table_of(path, step - 0.5, tags=["acc/val_top1", *tags])
         table.write(step, {"loss/val": step + 0.5, **dict.fromkeys(tags, step + 0.25)})
         table.end("completed")
         rows.append({"step": str(step), "val_loss": f"{step}.5", **{tag[7:]: f"{step}.25" for tag in tags}})

@@ -179,7 +179,7 @@ def test_a_page_shows_the_text_and_has_no_tag_or_attribute_of_it(text: str) -> N
 def test_a_spreadsheet_computes_no_cell_and_no_heading(text: str, tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     plan = Plan(examples=8, batch=4, total_steps=2, micro_batches=1, log_every=1, eval_every=1, save_every=1)
-    table = CsvTable(tmp_path / "metrics" / "metrics.csv", plan, 0, tags=(f"metric/{text}",))
+    table = CsvTable(tmp_path / "metrics" / "metrics.csv", plan, 0, {}, (f"metric/{text}",))
     table.close()
     header = (tmp_path / "metrics" / "metrics.csv").read_text()
     for line in (csv_row([text, text]), header):

@@ -35,17 +35,12 @@ class HardwareWatch(threading.Thread):
     The `observer` gets the samples. `step` returns the last finished step, and `sampled` is called after each sample.
     """
 
-    def __init__(
-        self,
-        *,
-        parts: list[Gpus | Processes],
-        observer: Observer,
-        step: Callable[[], int],
-        sampled: Callable[[], None] = lambda: None,
-        period: float = PERIOD_S,
-    ) -> None:
+    period = PERIOD_S
+
+    def __init__(self, parts: list[Gpus | Processes], observer: Observer, step: Callable[[], int]) -> None:
         super().__init__(name="hardware", daemon=True)
-        self.parts, self.observer, self.step, self.sampled, self.period = parts, observer, step, sampled, period
+        self.parts, self.observer, self.step = parts, observer, step
+        self.sampled: Callable[[], None] = lambda: None
         self.sampling = list(parts)
         self.done = threading.Event()
         self.sums: defaultdict[str, float] = defaultdict(float)

@@ -104,15 +104,9 @@ class CsvTable(TextFile):
     """
 
     def __init__(
-        self,
-        path: Path,
-        plan: Plan,
-        after: float,
-        latest: Mapping[str, float] | None = None,
-        tags: Sequence[str] = (VAL_TOP1,),
+        self, path: Path, plan: Plan, after: float, latest: Mapping[str, float], tags: Sequence[str]
     ) -> None:
-        self.path, self.plan, self.tags = path, plan, tags
-        self.latest = dict(latest or {})
+        self.path, self.plan, self.tags, self.latest = path, plan, tags, dict(latest)
         self._open(after)
 
     def _open(self, after: float) -> None:

@@ -44,11 +44,8 @@ class CudaGraph:
 
         torch leaves its stream, its pool and its generator in use after a recording that fails: they are put back.
         """
-        device, stream, pool = (
-            torch.cuda.current_device(),
-            torch.cuda.current_stream(),
-            torch.cuda.graph_pool_handle(),
-        )
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[device]
         random_state = generator.clone_state()
         try:

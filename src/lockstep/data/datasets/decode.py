@@ -15,7 +15,7 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from lockstep.core.errors import check_installed
-from lockstep.core.model_card import CROP, INTERPOLATION, PAD, Preprocessing, Size, centre_start
+from lockstep.core.model_card import INTERPOLATION, PAD, Preprocessing, Size, centre_start
 from lockstep.core.safe_read import MOST_BYTES, check_size, stored
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.arrays import ARRAY_TO_8_BITS
@@ -103,46 +103,35 @@ class ImageFile(NamedTuple):
         return file
 
     def stored(self, how: Preprocessing, scaled: bool = False) -> Stored:
-        """The image as a data set with this preprocessing stores it, see `fitted`."""
-        return self.fitted(how.image_shape[1:], how.interpolation, how.fit, how.fill, how.centre, scaled)
+        """The image as a data set stores it: `how.image_shape`. Raises any exception of the decoder.
 
-    def fitted(
-        self,
-        size: Size,
-        interpolation: str = INTERPOLATION,
-        fit: str = CROP,
-        fill: Sequence[int] = (0,),
-        centre: Size | None = None,
-        scaled: bool = False,
-    ) -> Stored:
-        """The image as a data set stores it: (channels, *size). Raises any exception of the decoder.
-
-        `fit=crop` keeps the centre of the smallest image with this aspect ratio that covers `size`, `pad` adds a
+        `fit=crop` keeps the centre of the smallest image with this aspect ratio that covers the size, `pad` adds a
         frame of the colour `fill` to the largest one that fits into it, `squash` changes the aspect ratio. The
         `centre` of the result (its size; None for all) is in the middle of the image to the pixel, as in timm.
         With `scaled` a JPEG is decoded at the smallest scale that is enough, which is faster and less exact.
         """
-        height, width = whole_size((self.height, self.width), size, fit)
+        size = how.image_shape[1:]
+        height, width = whole_size((self.height, self.width), size, how.fit)
         # An image that is one pixel wide would become a huge one.
         _check_size(self, height * width, f", also resized to {width}x{height}")
         pixels, _ = self._decoded(max(height / self.height, width / self.width) if scaled else None)
         if pixels.shape[:2] == (height, width):
             resized = pixels.transpose(2, 0, 1)
         else:
-            resized = _resized(pixels, (height, width), interpolation)
+            resized = _resized(pixels, (height, width), how.interpolation)
         top, left = (
             centre_start(whole, part) - centre_start(side, part)
-            for whole, side, part in zip((height, width), size, centre or size, strict=True)
+            for whole, side, part in zip((height, width), size, how.centre or size, strict=True)
         )
-        if fit == PAD:
+        if how.fit == PAD:
             framed = np.empty((len(resized), *size), dtype=np.uint8)
-            framed[:] = np.reshape(fill, (-1, 1, 1))
+            framed[:] = np.reshape(how.fill, (-1, 1, 1))
             framed[:, -top : height - top, -left : width - left] = resized
             return framed
         return resized[:, top : top + size[0], left : left + size[1]]
 
     def box(self, box: Box, size: Size, interpolation: str = INTERPOLATION) -> Stored:
-        """A box of the whole image, resized: (channels, *size). Raises like `fitted`."""
+        """A box of the whole image, resized: (channels, *size). Raises like `stored`."""
         top, left, height, width = box
         pixels, eighths = self._decoded(max(size[0] / height, size[1] / width))
         # The box in pixels of the decoded image, which may be smaller; rounded outwards.

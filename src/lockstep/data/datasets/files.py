@@ -35,7 +35,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class FileSplit:
-    """Image files, each decoded as its `preprocessing` says (see `ImageFile.fitted`).
+    """Image files, each decoded as its `preprocessing` says (see `ImageFile.stored`).
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
     comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
@@ -102,7 +102,7 @@ class FileSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource(PhotoSource, CutSource):
-    """Image files, stored with `decode_size` (see `ImageFile.fitted`).
+    """Image files, stored with `decode_size` (see `ImageFile.stored`).
 
     With `crop_from=file` this holds for evaluation only: in training boxes are cut from the whole images while they
     are read.

@@ -30,12 +30,7 @@ Step = tuple[Tensor, Tensor]
 
 
 def operate_all(
-    images: Tensor,
-    steps: Iterable[Step],
-    *,
-    resample: str = "nearest",
-    fill: tuple[int, ...] = (0,),
-    compiled: bool = False,
+    images: Tensor, steps: Iterable[Step], *, resample: str, compiled: bool, fill: tuple[int, ...] = (0,)
 ) -> Tensor:
     """Apply operations one after another to the uint8 images (B, C, H, W), as `operate` does."""
     apply = compiled_operate() if compiled and images.is_cuda else operate
