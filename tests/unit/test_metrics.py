@@ -87,7 +87,7 @@ def count(telemetry: Telemetry, losses: list[float], hits: list[bool | None]) ->
 
 def ended(telemetry: Telemetry, step: int, scalars: Mapping[str, Any] | None = None) -> Window:
     """The window that ends at a step."""
-    (window,) = telemetry.end_window(step, scalars or {})
+    (window,) = telemetry.end_window(step, scalars or {}, None)
     return window
 
 
@@ -383,7 +383,7 @@ def test_a_window_that_is_read_late_names_its_own_bad_step() -> None:
         if telemetry.step == 2:
             assert telemetry.end_window(2, {"optim/scale": torch.tensor(4.0)}, torch.tensor([7, 7])) == []
     count(telemetry, [1.0], [True])
-    (window,) = telemetry.end_window(4, {})
+    (window,) = telemetry.end_window(4, {}, None)
     assert (window.first, window.last, window.first_bad_step) == (1, 2, 1)
     assert (window.scalars, window.checksums) == ({"optim/scale": 4.0}, [7, 7])
     (window,) = telemetry.write_windows()

@@ -152,7 +152,7 @@ def test_the_monitor_decides_which_weights_are_the_best(words: tuple[str, ...], 
     assert best != 8, "the last one is kept anyway"
     assert (summary["best_step"], summary["best"], summary["objective"]) == (best, values[best], values[best])
     assert summary["scores"][monitor.name] == values[best]
-    card = load_predictor(run.path).card
+    card = load_predictor(run.path, device="cpu").card
     assert (card.step, card.scores, card.monitor) == (best, summary["scores"], str(monitor))
     second = sorted(values, key=lambda step: values[step])[1]
     names = {int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")}
@@ -169,7 +169,7 @@ def test_a_monitor_without_a_value_has_no_best_and_is_told_once(
     assert [line["metric/recall/9"] for line in records(run) if "metric/recall/9" in line] == [None, None]
     assert (summary["status"], summary["best"], summary["objective"]) == ("completed", None, None)
     assert (shown.out + shown.err).count("recall/9 has no value after step 2: no best yet") == 1
-    assert load_predictor(run.path).card.step == 4, "the run has weights all the same"
+    assert load_predictor(run.path, device="cpu").card.step == 4, "the run has weights all the same"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_an_operation_is_torchvisions_to_the_bit(policy: str, shape: tuple[int, 
             value = float(magnitudes[magnitude]) if magnitudes.dim() else 0.0
             for up in (True, False)[: 1 + signed]:
                 expected = [theirs(image, name, value if up else -value) for image in stored]
-                result = operate(stored, *ours.step(place, magnitude, torch.full((len(stored),), up)))
+                result = operate(stored, *ours.step(place, magnitude, torch.full((len(stored),), up)), "nearest")
                 wrong = (result != torch.stack(expected)).float().mean().item()
                 assert wrong <= HALF_WAY * (OP_OF_NAME[name] in MOVING), f"{name}, {magnitude}, up {up}: {wrong:.2%}"
 
@@ -144,8 +144,8 @@ def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
     stored = images((3, 16, 16))[:1].expand(28, -1, -1, -1)
     op, up = torch.arange(28) % 14, torch.arange(28) < 14
     step = table("randaugment", (16, 16), torch.device("cpu")).step(op, 9, up)
-    for n, result in enumerate(operate(stored, *step)):
-        assert torch.equal(result, operate(stored[:1], *(numbers[n : n + 1] for numbers in step))[0])
+    for n, result in enumerate(operate(stored, *step, "nearest")):
+        assert torch.equal(result, operate(stored[:1], *(numbers[n : n + 1] for numbers in step), "nearest")[0])
     assert torch.equal(stored, images((3, 16, 16))[:1].expand(28, -1, -1, -1)), "the images themselves stay"
 
 

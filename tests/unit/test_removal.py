@@ -82,7 +82,7 @@ def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     assert set(left) == {8, *(int(name[5:]) for name in scored)}
     assert not list(run.checkpoints.glob(".*"))
     assert load_newest(run) is not None
-    load_predictor(run.path)
+    load_predictor(run.path, device="cpu")
 
 
 def test_a_damaged_newest_checkpoint_does_not_count(run: RunDir) -> None:
@@ -105,7 +105,7 @@ def test_a_run_that_is_running_keeps_everything(run: RunDir, capsys: pytest.Capt
 def test_all_means_completed_runs_whose_weights_stay(run: RunDir, status: str, left: list[int]) -> None:
     run.write_summary(status=status)
     assert [step for step in cleaned(run, everything=True) if step in (8, *left)] == left
-    load_predictor(run.path)
+    load_predictor(run.path, device="cpu")
 
 
 @pytest.mark.parametrize("is_best", [True, False])

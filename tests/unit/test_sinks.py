@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def table_of(
-    path: Path, after: float = 0, latest: Mapping[str, float] | None = None, tags: Sequence[str] = (VAL_TOP1,)
+    path: Path, after: float = 0, latest: dict[str, float] | None = None, tags: Sequence[str] = (VAL_TOP1,)
 ) -> CsvTable:
     return CsvTable(path, PLAN, after, latest or {}, tags)
 

@@ -19,16 +19,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config import components
-from lockstep.config.commands import (
-    RUN_FOLDERS,
-    key_of,
-    latest_starts,
-    override,
-    shell_command,
-    typed_strategy,
-    with_starts,
-)
+from lockstep.config import commands, components
 from lockstep.config.composition import composed, without_keys
 from lockstep.config.options import is_builtin
 from lockstep.core import log, run_dir, safe_read
@@ -59,7 +50,7 @@ DEFAULT = ("experiment=mnist_tutorial",)
 FIXED = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
-OF_RUNGS |= {"sweep.", *RUN_FOLDERS, *map(key_of, FIXED)}
+OF_RUNGS |= {"sweep.", *commands.RUN_FOLDERS, *map(commands.key_of, FIXED)}
 # The strategies whose setups have their names from the tutorials.
 OF_TUTORIALS = frozenset({"single", "dp", "ddp", "allreduce", "allreduce_hooks"})
 LADDER_STOPPED = "the ladder was stopped; rerun the command to resume"
@@ -80,8 +71,8 @@ class Rung:
     @property
     def change(self) -> str:
         if self.script is not None:
-            return shell_command(["python", self.script])
-        return shell_command([*self.launcher, *("train.py",) * bool(self.launcher), *self.words])
+            return commands.shell_command(["python", self.script])
+        return commands.shell_command([*self.launcher, *("train.py",) * bool(self.launcher), *self.words])
 
     @property
     def has_ranks(self) -> bool:
@@ -97,7 +88,7 @@ class Rung:
         if self.script is not None:
             facts = {"data-root": job.data_root, "epochs": job.epochs, "seed": job.seed}
             return [sys.executable, str(self.script), *(f"--{key}={value}" for key, value in facts.items())]
-        where = (override("hydra.run.dir", folder), override("output_root", folder.parent))
+        where = (commands.override("hydra.run.dir", folder), commands.override("output_root", folder.parent))
         launcher = [*self.launcher[1:], "-m"] if self.launcher else ["-m"]
         # Without this folder torchrun makes one among the temporary ones, which stays there.
         torchrun = ["-m", "torch.distributed.run", f"--log-dir={os.devnull}"] if self.launcher else []
@@ -150,7 +141,7 @@ def ladder(
     """
     refuse_resume(overrides, "ladder trains from the initial weights")
     words = (*without_keys(overrides, OF_RUNGS, "each setup sets strategy, launcher, loggers and folder"),) or DEFAULT
-    words = (*with_starts(words, latest_starts(composed([*words, "name=ladder"]))),)
+    words = (*commands.with_starts(words, commands.latest_starts(composed([*words, "name=ladder"]))),)
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0
@@ -160,7 +151,7 @@ def ladder(
         raise InputError(f"--ranks is {ranks}, expected from {least} to {most} on this machine: --ranks={most}")
     if not 1 <= repeats <= MOST_REPEATS:
         raise InputError(f"--repeat is {repeats}, expected from 1 to {MOST_REPEATS}: --repeat=3")
-    climbed = chosen(all_rungs := [*rungs(job, ranks, files, typed_strategy(overrides))], only)
+    climbed = chosen(all_rungs := [*rungs(job, ranks, files, commands.typed_strategy(overrides))], only)
     if twice := [name for name, count in Counter(shell_name(rung.name) for rung in all_rungs).items() if count > 1]:
         raise InputError(f"--script: two setups are called {twice[0]}; give the file another name")
     options = [f"--ranks={ranks}", f"--repeat={repeats}", *(f"--script={file}" for file in files)]

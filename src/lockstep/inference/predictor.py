@@ -141,11 +141,7 @@ class Predictor(Trained):
 
 
 def load_predictor(
-    path: str | Path,
-    *,
-    device: str | None = None,
-    precision: Precision | None = None,
-    module: nn.Module | None = None,
+    path: str | Path, *, device: str | None, precision: Precision | None = None, module: nn.Module | None = None
 ) -> Predictor:
     """The model at `path`, ready to be used; the arguments and errors are those of `load_trained`."""
     trained = load_trained(path, device=device, precision=precision, module=module)

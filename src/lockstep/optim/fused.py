@@ -41,14 +41,8 @@ def sgd(group: Group, parameters: list[Tensor], gradients: list[Tensor], momenta
     )
 
 
-def adam(
-    group: Group,
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    averages: list[Tensor],
-    squares: list[Tensor],
-    steps: list[Tensor],
-) -> None:
+def adam(group: Group, *lists: list[Tensor]) -> None:
+    parameters, gradients, averages, squares, steps = lists
     torch._foreach_add_(steps, 1)
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     kernel(

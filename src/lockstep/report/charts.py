@@ -84,7 +84,7 @@ def line_chart(lines: Sequence[Curve]) -> dict[str, Any]:
     low, high = min(values), max(values)
     margin = 0.04 * (high - low) or abs(high) / 10 or 1.0
     x_place, x_ticks = _axis(min(steps), max(steps), LEFT, RIGHT, whole=True)
-    y_place, y_ticks = _axis(low - margin, high + margin, BOTTOM, TOP)
+    y_place, y_ticks = _axis(low - margin, high + margin, BOTTOM, TOP, whole=False)
     curves = [
         {
             "label": label,
@@ -99,9 +99,7 @@ def line_chart(lines: Sequence[Curve]) -> dict[str, Any]:
     return {"curves": curves, "x_ticks": x_ticks, "y_ticks": y_ticks, "left": LEFT, "right": RIGHT}
 
 
-def _axis(
-    low: float, high: float, start: int, end: int, *, whole: bool = False
-) -> tuple[Any, list[tuple[float, str]]]:
+def _axis(low: float, high: float, start: int, end: int, *, whole: bool) -> tuple[Any, list[tuple[float, str]]]:
     """The place of a value on an axis from `start` to `end`, and its ticks: multiples of 1, 2 or 5 times 10^n."""
 
     def place(value: float) -> float:

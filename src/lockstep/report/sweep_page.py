@@ -97,11 +97,9 @@ def _headline(jobs: Sequence[JobRun], swept: Sequence[str]) -> str:
         return ""
     samples = [key for key in swept if is_sample(key)] or [SEED]
     record = next(job.record for job in jobs if job.record.number in best["jobs"])
-    words = varied(record.overrides, [key for key in swept if not is_sample(key)])
+    words = " ".join(varied(record.overrides, [key for key in swept if not is_sample(key)]))
     count = f"{best['done']} {' and '.join(key.rpartition('.')[2] + 's' for key in samples)}"
-    return ", ".join(
-        filter(None, [figure_text(best["monitor"], best["score"], best["spread"]), count, " ".join(words)])
-    )
+    return ", ".join(filter(None, [figure_text(best["monitor"], best["score"], best["spread"]), count, words]))
 
 
 def costs_of(job: Run) -> dict[str, float]:

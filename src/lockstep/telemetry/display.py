@@ -13,15 +13,7 @@ from rich.text import Text
 from lockstep.core import console, log
 from lockstep.core.plan import Plan
 from lockstep.core.tags import AVERAGED, LOSS, VAL_LOSS, Monitor, figure_name, figure_parts
-from lockstep.telemetry.progress import (
-    ALWAYS,
-    SHORTEST_BAR,
-    SILENCE_S,
-    FigureColumn,
-    bar,
-    format_duration,
-    in_line,
-)
+from lockstep.telemetry.progress import ALWAYS, SHORTEST_BAR, SILENCE_S, FigureColumn, bar, format_duration, in_line
 from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
 

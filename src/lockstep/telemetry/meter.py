@@ -186,9 +186,7 @@ class Telemetry:
             self.tallies[-1].logged[number] += value
         self.unlogged.clear()
 
-    def end_window(
-        self, step: int, scalars: Mapping[str, float | Tensor], checksums: Tensor | None = None
-    ) -> list[Window]:
+    def end_window(self, step: int, scalars: Mapping[str, float | Tensor], checksums: Tensor | None) -> list[Window]:
         """End the window at `step`; write and return the windows whose sums have come from the device. Collective.
 
         On a CPU that is this window. On a GPU it is the one before, so that nothing waits for the last steps.
@@ -275,9 +273,8 @@ class Telemetry:
     def _first_bad_step(self, tallies: list[Tally], otherwise: int) -> int:
         """The first step with a diverged loss on any rank; `otherwise` if only the mean is diverged. Collective."""
         first = torch.zeros(self.world.size, dtype=torch.int64, device=self.world.device)
-        first[self.world.rank] = min(
-            (step for t in tallies for step in t.bad_steps(self.loss_limit)), default=otherwise
-        )
+        own = (step for tally in tallies for step in tally.bad_steps(self.loss_limit))
+        first[self.world.rank] = min(own, default=otherwise)
         return int(self.world.sum(first).min())
 
     def evaluating(self, done: int, blocks: int) -> None:

@@ -176,9 +176,8 @@ def sheet(
     width, height = (side * factor for side in size)
     lines = max((text.count("\n") + 1 for text in captions), default=0)
     top, step = (LINE + 4) * bool(heads), height + 4 + LINE * lines
-    page = Image.new(
-        "RGB", ((width + 4) * min(columns, len(tiles)), top + step * math.ceil(len(tiles) / columns)), "white"
-    )
+    rows = math.ceil(len(tiles) / columns)
+    page = Image.new("RGB", ((width + 4) * min(columns, len(tiles)), top + step * rows), "white")
     draw = ImageDraw.Draw(page)
     for column, head in enumerate(heads):
         draw.text((column * (width + 4), 0), head, fill="black")

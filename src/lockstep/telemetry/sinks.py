@@ -103,10 +103,8 @@ class CsvTable(TextFile):
     `RunInfo.tags`. Each has a column, or one for each of its classes, and without an accuracy there are none of it.
     """
 
-    def __init__(
-        self, path: Path, plan: Plan, after: float, latest: Mapping[str, float], tags: Sequence[str]
-    ) -> None:
-        self.path, self.plan, self.tags, self.latest = path, plan, tags, dict(latest)
+    def __init__(self, path: Path, plan: Plan, after: float, latest: dict[str, float], tags: Sequence[str]) -> None:
+        self.path, self.plan, self.tags, self.latest = path, plan, tags, latest
         self._open(after)
 
     def _open(self, after: float) -> None:

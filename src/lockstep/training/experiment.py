@@ -117,7 +117,7 @@ def run(
         patience=Patience(limit=job.train.patience, min_delta=job.train.min_delta),
         eval_views=job.train.eval_views,
     )
-    hardware = train(trainer, watch, explaining(job, run_dir, world, trainer, record))
+    hardware = train(trainer, watch, explaining(job, trainer, record))
     record.complete(job, trainer, hardware, skipped=trainer.count_skipped())
 
 
@@ -219,9 +219,7 @@ def configure_torch(job: ResolvedJob, world: World) -> None:
 
 
 @contextmanager
-def explaining(
-    job: ResolvedJob, run_dir: RunDir, world: World, trainer: Trainer, record: RunRecord
-) -> Iterator[None]:
+def explaining(job: ResolvedJob, trainer: Trainer, record: RunRecord) -> Iterator[None]:
     """Explain an error of training: keep the batch behind bad numbers, or find a number of micro-batches that fits.
 
     Raises NumericalError, LockstepError: the error that ended training, explained.
@@ -231,19 +229,19 @@ def explaining(
     except Stopped as error:
         trainer.telemetry.outcome = "stopped"
         record.keep_progress(trainer.progress)
-        raise Stopped(f"{error}; `{resume_command(run_dir, job)}` continues the run") from error
+        raise Stopped(f"{error}; `{resume_command(record.run_dir, job)}` continues the run") from error
     except NumericalError as error:
         record.keep_progress(trainer.progress)
         record.keep_incident(error, trainer)
         # All ranks raise this at the same step. The launcher ends the others when one leaves, so all wait until main
         # has written.
-        world.barrier()
+        record.world.barrier()
         raise
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             from lockstep.training.dry_run import oom_advice  # few runs need it
 
-            raise oom_advice(error, job, world, trainer.state, trainer.progress.step + 1) from None
+            raise oom_advice(error, job, record.world, trainer.state, trainer.progress.step + 1) from None
         raise
 
 

@@ -168,9 +168,8 @@ def digest(module: nn.Module) -> str:
 def stand_in(group: str, value: Any) -> Any:
     """The option that a value from Python is, or that stands for it. Raises InputError."""
     cls = type(value)
-    if cls in options.declared(group).values() or (
-        cls.__module__ == OBJECTS and cls.__name__ == OBJECT_CLASSES.get(group)
-    ):
+    of_program = cls.__module__ == OBJECTS and cls.__name__ == OBJECT_CLASSES.get(group)
+    if of_program or cls in options.declared(group).values():
         return value
     if isinstance(value, str):
         raise InputError(f'{group} is a text, expected an object; an option is chosen by a word: ["{group}={value}"]')

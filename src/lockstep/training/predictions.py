@@ -132,7 +132,7 @@ class CollectedLabels(CollectedPredictions):
 
             score = AveragePrecision(average="none").build_for(LABELS, self.names)
             score.update(odds, true)
-            fields["average_precision"] = [_number(value) for value in score.compute().tolist()]
+            fields["average_precision"] = [*map(_number, score.compute().tolist())]
             if len(self.names) <= CURVE_CLASSES:
                 fields["curves"] = counts_by_recall(true, odds).tolist()
         return fields
@@ -150,13 +150,11 @@ class CollectedValues(CollectedPredictions):
         return (block.predicted[top],)
 
     def _answer(self, label: Any, predicted: Any, share: float = math.nan) -> dict[str, Any]:
-        return super()._answer([_number(value) for value in label], [_number(value) for value in predicted], share)
+        return super()._answer([*map(_number, label)], [*map(_number, predicted)], share)
 
     def _fields(self, labels: Tensor, predicted: Tensor, numbers: Tensor) -> dict[str, Any]:
         pairs = torch.stack([labels, predicted.to(labels)])[:, numbers.argsort(), :CURVE_CLASSES]
-        points = [
-            [[_number(value) for value in values] for values in pair] for pair in pairs.permute(2, 0, 1).tolist()
-        ]
+        points = [[[*map(_number, values)] for values in pair] for pair in pairs.permute(2, 0, 1).tolist()]
         return {**_counts([[], [], []]), "targets": VALUES, "confusion": [], "curves": [], "points": points}
 
 

@@ -260,9 +260,8 @@ def restore(
 
 def note_callbacks(saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     """Say which callbacks a resumed run begins anew, and which it no longer has."""
-    new, dropped = (
-        ", ".join(name for name in one if name not in other) for one, other in ((here, saved), (saved, here))
-    )
+    new = ", ".join(name for name in here if name not in saved)
+    dropped = ", ".join(name for name in saved if name not in here)
     if new or dropped:
         starts = f"the checkpoint has no state of the callbacks {new}, which start fresh" if new else ""
         drops = f"the run no longer has the callbacks {dropped}, whose state is dropped" if dropped else ""

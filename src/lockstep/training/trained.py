@@ -36,11 +36,7 @@ class Trained:
 
 
 def load_trained(
-    path: str | Path,
-    *,
-    device: str | None = None,
-    precision: Precision | None = None,
-    module: nn.Module | None = None,
+    path: str | Path, *, device: str | None, precision: Precision | None = None, module: nn.Module | None = None
 ) -> Trained:
     """The network at `path`, ready to be used.
 
@@ -71,9 +67,8 @@ def load_trained(
         if isinstance(error, UnreadableFile) or str(error).startswith(f"{KEY}: "):
             raise
         package = str(card.model["_target_"]).partition(".")[0]
-        if package in {*card.packages} - {MAIN} and package not in {
-            extension.package for extension in extensions.active()
-        }:
+        known = {MAIN, *(extension.package for extension in extensions.active())}
+        if package in card.packages and package not in known:
             raise InputError(
                 f"{KEY}: {file} needs the package {package}, which is not an extension here; install it with pip, or "
                 f"name it with lockstep.load(PATH, extensions=['{package}'])"

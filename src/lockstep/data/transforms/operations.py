@@ -52,9 +52,7 @@ def compiled_operate() -> Callable[..., Tensor]:
     return torch.compile(operate, fullgraph=True, dynamic=False)
 
 
-def operate(
-    images: Tensor, op: Tensor, amount: Tensor, resample: str = "nearest", fill: tuple[int, ...] = (0,)
-) -> Tensor:
+def operate(images: Tensor, op: Tensor, amount: Tensor, resample: str, fill: tuple[int, ...] = (0,)) -> Tensor:
     """Apply one operation to each of the uint8 images (B, C, H, W), see `Step`. `fill` is the colour outside."""
     if images.shape[1] != 3:
         op = torch.where(op == COLOR, IDENTITY, op)
