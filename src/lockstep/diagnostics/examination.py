@@ -245,8 +245,7 @@ def _time(job: ResolvedJob, world: World, most: int | None = None) -> Finding:
 def _seconds_of_step(parts: Parts) -> tuple[float, float]:
     """The medians for whole batches: seconds to read one in one thread, and of a step on it."""
     groups = parts.loader.train(after=0)
-    reading: list[float] = []
-    updating: list[float] = []
+    reading, updating = list[float](), list[float]()
     parts.model.train()
     ended = time.perf_counter() + MOST_TRIAL_S
     while (began := time.perf_counter()) < ended or len(updating) < 2:

@@ -199,8 +199,7 @@ def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str,
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
             try:
                 form.write(module, images[:1].repeat(2, 1, 1, 1), predictor.card.metadata(), temporary)
-                exported = form.read(temporary)
-                results = _compared(exported, images)
+                results = _compared(form.read(temporary), images)
             except OSError:
                 raise
             except Exception as error:  # the exporters raise all kinds of errors

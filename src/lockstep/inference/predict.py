@@ -28,6 +28,7 @@ USUAL_TOP = 3  # classes of an image
 OUT_FORMS = ("csv", "json", "jsonl")  # the endings of a file: a table, a list, and an object a line
 WIDEST_NAME = 24  # columns for the name of a class
 Answer = tuple[Any, ...]  # number and name of a class, its probability and log-odds; or of a value, and it (NumPy's)
+Answers = Callable[[Tensor], list[list[Answer]]]  # of uint8 images (B, C, H, W)
 Results = Iterator[tuple[Path, list[Answer]]]
 
 
@@ -115,11 +116,7 @@ def _images(files: Sequence[str], problems: list[str], channels: int) -> Iterato
 
 
 def _results(
-    predictor: Predictor,
-    paths: list[Path],
-    problems: list[str],
-    advance: Callable[[int], None],
-    answers: Callable[[Tensor], list[list[Answer]]],
+    predictor: Predictor, paths: list[Path], problems: list[str], advance: Callable[[int], None], answers: Answers
 ) -> Results:
     """The answers for each readable file, in order. For any other file, a sentence is added to `problems`."""
 

@@ -178,11 +178,10 @@ class WhiteNet(Network):
         whitening.weight.requires_grad_(False)
         nn.init.zeros_(whitening.bias)  # type: ignore[arg-type]
         sizes = [whitening.out_channels, *self.widths]
-        blocks = [_block(inputs, outputs, self.depth) for inputs, outputs in itertools.pairwise(sizes)]
         return nn.Sequential(
             whitening,
             nn.GELU(),
-            *blocks,
+            *(_block(inputs, outputs, self.depth) for inputs, outputs in itertools.pairwise(sizes)),
             MaxPoolTo(1),
             nn.Flatten(),
             nn.Linear(self.widths[-1], classes, bias=False),

@@ -60,9 +60,8 @@ def _pages() -> Any:
     """The templates of all pages, compiled when they are first used: that takes half of the time of a page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = FileSystemLoader(Path(__file__).parent / "pages")
     return Environment(
-        loader=folder,
+        loader=FileSystemLoader(Path(__file__).parent / "pages"),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=lambda value: (
@@ -102,13 +101,12 @@ def facts_of(run: Run) -> dict[str, Any]:
         except (TypeError, ValueError, LookupError, AttributeError, OSError, OverflowError) as error:
             shown[name] = ()
             run.damage.append(f"{name} in {run.folder} is damaged, or of another version ({type(error).__name__})")
-    config = run.read(run.run_dir.config, safe_read.read_text, "")
     return {
         "title": run.folder.name,
         "folder": str(run.folder.absolute()),
         **shown,
         "command": "\n".join(line for line in command.splitlines() if not line.startswith("# sha256")),
-        "config": config,
+        "config": run.read(run.run_dir.config, safe_read.read_text, ""),
         "notes": [*run.damage, *filter(None, [facts.get("error")])],
     }
 

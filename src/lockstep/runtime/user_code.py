@@ -128,8 +128,7 @@ def read(place: Path) -> UserCode:
 
 def _facts(hashes: Mapping[str, str], state: Code) -> Code:
     together = "".join(f"{digest} {name}\n" for name, digest in hashes.items())
-    listed = hashes.items() if len(hashes) <= FILES_LISTED else ()
-    files = {name: digest[:12] for name, digest in listed}
+    files = {name: digest[:12] for name, digest in hashes.items()} if len(hashes) <= FILES_LISTED else {}
     return {"sha256": hashlib.sha256(together.encode()).hexdigest(), **state, "files": files}
 
 

@@ -92,10 +92,7 @@ class Strict(Single):
             raise InputError(f"strategy.shards is {self.shards}, expected a power of two: strategy.shards=4")
 
     def ranks(self, gpus: int) -> int:
-        ranks = 1
-        while 2 * ranks <= min(gpus, self.shards):
-            ranks *= 2
-        return ranks
+        return 2 ** (max(1, min(gpus, self.shards)).bit_length() - 1)  # the largest power of two
 
     def micro_batches(self, number: int | str, ranks: int) -> int:
         """Each virtual shard is a micro-batch."""

@@ -142,8 +142,7 @@ class Lines(Screen):
 
     def window(self, window: Window, epoch: Window | None) -> None:
         super().window(window, epoch)
-        evaluated_next = self.plan.due("eval", window.last)
-        if time.perf_counter() - self.shown_at >= LINE_EVERY_S and not evaluated_next:
+        if time.perf_counter() - self.shown_at >= LINE_EVERY_S and not self.plan.due("eval", window.last):
             self._line(window.last, figures(epoch or window))
 
     def close(self) -> None:

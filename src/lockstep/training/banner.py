@@ -24,7 +24,7 @@ from lockstep.runtime.host import format_bytes
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.build_data import TrainingData
 from lockstep.training.resolved_job import ResolvedJob, named, train_longer
-from lockstep.training.train_state import Progress, TrainState
+from lockstep.training.train_state import TrainState
 from lockstep.training.trainer import Trainer
 
 # The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
@@ -142,13 +142,7 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
 
 
 def say_start(
-    job: ResolvedJob,
-    run_dir: RunDir,
-    world: World,
-    data: TrainingData,
-    state: TrainState,
-    progress: Progress,
-    origin: str,
+    job: ResolvedJob, run_dir: RunDir, world: World, data: TrainingData, state: TrainState, origin: str
 ) -> None:
     """Show in a dozen lines what is about to run, and its differences from the defaults."""
     plan, run = data.plan, Run(run_dir.path)
@@ -190,7 +184,7 @@ def say_start(
         "keeps": _keeps(job, state),
     }
     if origin:
-        rows["from"] = f"{origin}, step {progress.step:,}"
+        rows["from"] = origin
     for key, value in rows.items():
         log.say_row(key, str(value))
 
@@ -252,8 +246,7 @@ def say_ending(
     if progress.score is not None and raw is not None and (gain(raw) or 0.0) > (gain(progress.score) or 0.0):
         remedy = "a lower train.ema, or train.ema=null" if job.train.ema_warmup else "train.ema_warmup=true"
         remedy = "a later train.swa_from" if job.train.swa_from is not None else remedy
-        raw_text = figure_text(name, raw)
-        scores = f"{figure_text(name, progress.score)} at the last step, and the raw weights {raw_text}"
+        scores = f"{figure_text(name, progress.score)} at the last step, and the raw weights {figure_text(name, raw)}"
         log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)
     for command in trainer.telemetry.observer.commands:
         log.say_command("look at it", command)

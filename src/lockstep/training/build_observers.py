@@ -112,7 +112,6 @@ class Observers(Observer):
             raise LockstepError(f"{place}{self.label(observer)}: {raised}") from error
 
     def _tell(self, method: str, *values: Any) -> None:
-        """Call a method of each observer, in order."""
         with self.lock:
             for observer in self.observers:
                 self.call(observer, method, *values)

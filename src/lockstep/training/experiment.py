@@ -84,7 +84,7 @@ def run(
     progress, origin = train_state.restore(job, data.plan, state, checkpointer, loaded, described(callbacks))
     checkpointer.repair_export(progress.best_step)
 
-    record.announce(job, data, state, progress, origin=origin)
+    record.announce(job, data, state, origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
     record.write_start(job, data.plan, progress, callbacks)
     observer = own_observers(job, callbacks, world)

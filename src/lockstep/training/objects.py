@@ -200,8 +200,7 @@ def stand_in(group: str, value: Any) -> Any:
 
 def _same_as(group: str, usual: str) -> str:
     """The end of a sentence: our class and words for an object of another library, where these are known."""
-    name = usual.removeprefix(f"{group}=")
-    if (cls := options.classes_of(group).get(name)) is None:
+    if (cls := options.classes_of(group).get(usual.removeprefix(f"{group}="))) is None:
         return f"; the words are {usual}" * bool(usual)
     return f": {options.class_path(cls)}({'lr=' * (group == 'optimizer')}...), or the word {usual}"
 

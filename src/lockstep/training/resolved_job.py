@@ -84,7 +84,6 @@ def load_job(path: Path) -> ResolvedJob:
 
 
 def chosen_options(job: Job) -> list[Any]:
-    """The options of all groups of a job."""
     chosen = [getattr(job, group) for group in GROUPS]
     return [option for own in chosen for option in (own.values() if isinstance(own, Mapping) else [own])]
 
@@ -222,10 +221,9 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
     if len(set(digests)) == 1:
         return
     all_facts = world.gather(facts)
-    main = all_facts[0]
-    rank = next(rank for rank, rank_facts in enumerate(all_facts) if rank_facts != main)
+    rank, other = next((rank, other) for rank, other in enumerate(all_facts) if other != all_facts[0])
     raise InputError(
-        f"rank {rank} here has different data from rank 0 ({describe_differences(all_facts[rank], main)}); all "
+        f"rank {rank} here has different data from rank 0 ({describe_differences(other, all_facts[0])}); all "
         "machines need the same files: copy them again, or name a folder that all of them see"
     )
 

@@ -53,13 +53,11 @@ class RunRecord:
         self.idle_before = host.idle_seconds()
         self.started, self.began = time.time(), time.monotonic()  # the clock may be set while the run lasts
 
-    def announce(
-        self, job: ResolvedJob, data: TrainingData, state: TrainState, progress: Progress, *, origin: str
-    ) -> None:
+    def announce(self, job: ResolvedJob, data: TrainingData, state: TrainState, origin: str) -> None:
         """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
         if not self.world.is_main:
             return
-        banner.say_start(job, self.run_dir, self.world, data, state, progress, origin)
+        banner.say_start(job, self.run_dir, self.world, data, state, origin)
         for note in self._notes(job, data, state):
             log.warn(note)
 

@@ -227,14 +227,14 @@ def restore(
     loaded: LoadedCheckpoint | None,
     callbacks: Mapping[str, str],
 ) -> tuple[Progress, str]:
-    """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start.
+    """The progress to continue from, and its origin and step: a checkpoint, `init_from=`, or "" for a fresh start.
 
     A mean of weights and the scores are as they would be if the run had had this plan from its start. A run that a
     callback has ended goes on with other `callbacks`, which may have other values.
     """
     decided = decisions(job, plan)
     if loaded is None:
-        origin = f"weights of {job.init_from}" if job.init_from else ""
+        origin = f"weights of {job.init_from}, step 0" if job.init_from else ""
         return Progress(decisions=decided, callbacks=callbacks), origin
     check_fingerprint(checkpointer.fingerprint, loaded.path)
     progress = reading.restore_from(
@@ -255,7 +255,7 @@ def restore(
     ended_at = step if stopped else None
     scores = [item for item in progress["scores"] if plan.due("eval", item[0]) or item[0] == ended_at]
     progress |= {"decisions": decided, "callbacks": callbacks, "stopped": stopped, "scores": scores}
-    return Progress.saved(progress), str(relative(loaded.path))
+    return Progress.saved(progress), f"{relative(loaded.path)}, step {step:,}"
 
 
 def note_callbacks(saved: Mapping[str, str], here: Mapping[str, str]) -> None:

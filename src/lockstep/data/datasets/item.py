@@ -89,8 +89,7 @@ class DatasetItem:
 def pixels_of(image: Any) -> Pixels:
     """An image of an item, uint8 (height, width, channels). Raises ValueError with the line that converts it."""
     if isinstance(image, Image.Image):
-        grey = image.mode in ("1", "L")
-        return np.array(image.convert("L"))[..., None] if grey else to_rgb(image)
+        return np.array(image.convert("L"))[..., None] if image.mode in ("1", "L") else to_rgb(image)
     is_tensor = isinstance(image, Tensor)
     array = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
     channels, other = (0, -1) if is_tensor else (-1, 0)

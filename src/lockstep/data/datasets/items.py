@@ -1,6 +1,5 @@
 """Any map-style `torch.utils.data.Dataset` as a data set: an option that returns one for each split."""
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,7 @@ from lockstep.data.datasets.composed import called, groups_of, names_in, stored_
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, Pixels
 from lockstep.data.datasets.files import FileSource, FileSplit
 from lockstep.data.datasets.item import BrokenItem, DatasetItem, UnknownTarget, check_map_style, pixels_of
-from lockstep.data.datasets.listing import Files, as_names
+from lockstep.data.datasets.listing import Files, as_names, short_hash
 from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.targets import as_targets, names_of, target_of
 
@@ -90,7 +89,7 @@ class Items:
             raise broken[0]
         again = {at: DatasetItem(dataset, at, split).pixels() for at in list(images)[:AGAIN]}
         same = all(np.array_equal(image, images[at]) for at, image in again.items())
-        digest = hashlib.sha256(b"".join(image.tobytes() for image in images.values())).hexdigest()[:16]
+        digest = short_hash(b"".join(image.tobytes() for image in images.values()))
         height, width, channels = next(iter(images.values())).shape
         alike = len({image.shape[:2] for image in images.values()}) == 1
         return cls(dataset, split, sampled, (height, width, channels), alike, digest if same else "", lock)

@@ -75,20 +75,19 @@ class Files:
     def fingerprint(self) -> dict[str, str]:
         """For each class with files their number and a hash of their names, or the same for all members together."""
         if self.identity:
-            digest = _digest(self.keys.tobytes() + self.labels.numpy().tobytes())
+            digest = short_hash(self.keys.tobytes() + self.labels.numpy().tobytes())
             return {"examples": f"{len(self):,} of {self.identity} ({digest})"}
         if self.labels.ndim == 2:
-            digest = _digest(b"".join(file + b"\0" for file in self.keys.tolist()))
-            labels = _digest(self.labels.numpy().tobytes())
+            digest = short_hash(b"".join(file + b"\0" for file in self.keys.tolist()))
             return {
                 "examples": f"{len(self):,} files ({digest})",
-                "labels": f"of {', '.join(self.classes)} ({labels})",
+                "labels": f"of {', '.join(self.classes)} ({short_hash(self.labels.numpy().tobytes())})",
             }
         by_class = {}
         ends = self.labels.bincount(minlength=len(self.classes)).cumsum(0).tolist()
         for name, names in zip(self.classes, np.split(self.keys, ends[:-1]), strict=True):
             if count := len(names):
-                digest = _digest(b"".join(file + b"\0" for file in names.tolist()))
+                digest = short_hash(b"".join(file + b"\0" for file in names.tolist()))
                 by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
         return by_class
 
@@ -134,7 +133,7 @@ def _first_groups(pattern: str, texts: list[str]) -> list[str | None]:
     return json.loads(done.stdout)
 
 
-def _digest(content: bytes) -> str:
+def short_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -176,11 +176,9 @@ def map_split(folder: Path, name: str) -> ArraySplit:
     manifest = read_manifest(folder)
 
     def mapped(kind: str) -> Tensor:
-        shape = manifest.tensor_shape(name, kind)
+        path, shape = folder / f"{name}.{kind}", manifest.tensor_shape(name, kind)
         # A private map: writing to the tensor does not change the file.
-        flat = torch.from_file(
-            str(folder / f"{name}.{kind}"), shared=False, size=math.prod(shape), dtype=manifest.dtype(kind)
-        )
+        flat = torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=manifest.dtype(kind))
         return flat.view(shape)
 
     split = ArraySplit(mapped("images"), mapped("labels"), mapped=True)

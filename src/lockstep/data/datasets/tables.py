@@ -1,7 +1,6 @@
 """Images that a table lists: the lines of a CSV file, or a data set saved by Hugging Face's package `datasets`."""
 
 import csv
-import hashlib
 import io
 import os
 from collections import Counter
@@ -21,7 +20,7 @@ from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import LINE_LIMIT, open_plain
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order, option_of
+from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order, option_of, short_hash
 from lockstep.data.datasets.targets import SEPARATOR, as_numbers, as_targets, names_of, split_text, target_of
 
 DELIMITERS = ",;\t"
@@ -320,7 +319,7 @@ class HF(FileSource):
 
         contents = compute.struct_field(table.data.column(self.image_column), "bytes")
         sizes = compute.fill_null(compute.binary_length(contents), -1).to_numpy().astype(np.int64)
-        return hashlib.sha256(sizes.tobytes()).hexdigest()[:16]
+        return short_hash(sizes.tobytes())
 
     def _labels(self, table: Any) -> list[Any]:
         values = table.with_format(None).select_columns([self.label_column])[self.label_column][:]
@@ -337,13 +336,12 @@ class HF(FileSource):
         where = f"{split} in {Path(self.path)}"
         stored = table.cast_column(self.image_column, datasets.Image(decode=False))  # the bytes of the files
         labels = as_targets(names, self.targets, classes, f"row {{}} of {where}".format, self.label_separator)
-        identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
         return Files(
             lambda row: TableRow(stored, where, self.image_column, int(row)),
             np.arange(len(names)),
             labels,
             classes,
-            identity,
+            identity=f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}",
             member_names=as_names(map(str, range(len(names)))),
             groups=self._groups(table, where),
         )

@@ -1,6 +1,5 @@
 """Tar shards of images and labels: `dataset=webdataset`, read by offset with the standard library."""
 
-import hashlib
 import io
 import json
 import tarfile
@@ -21,7 +20,7 @@ from lockstep.core.safe_read import check_size, open_plain
 from lockstep.data.datasets.decode import read_part
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, kind_of, left_out_note, suffixes_of
-from lockstep.data.datasets.listing import Files, as_names
+from lockstep.data.datasets.listing import Files, as_names, short_hash
 from lockstep.data.datasets.targets import SEPARATOR, as_targets, names_of, split_text, target_of
 
 
@@ -174,7 +173,7 @@ class WebDataset(FileSource):
 
     def _members(self, labels: dict[TarMember, Any], classes: tuple[str, ...], notes: tuple[str, ...]) -> Files:
         images = list(labels)
-        digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
+        digest = short_hash("\0".join(f"{image.key} {image.size}" for image in images).encode())
         targets = as_targets(
             [*labels.values()], self.targets, classes, lambda index: str(images[index]), self.label_separator
         )

@@ -65,8 +65,7 @@ class Mix:
         share = torch.where(cut, 1 - inside.sum((1, 2)) / area, share)
         share = share.to(images.dtype)[:, None]
         shares = self.shares(labels).to(images.dtype)
-        targets = shares[:-1] * share + shares[1:] * (1 - share)
-        return mixed, targets
+        return mixed, shares[:-1] * share + shares[1:] * (1 - share)
 
     def shares(self, labels: Tensor) -> Tensor:
         """The targets before mixing, (n, classes), without NaN: a broken partner has a share of zero."""

@@ -192,11 +192,8 @@ def _timm(increasing: bool, size: ImageSize, device: torch.device) -> tuple[Tens
     }
     start, slope, truncated, signed = zip(*rows.values(), strict=True)
     amounts = (torch.tensor(column, dtype=torch.float64, device=device) for column in (start, slope))
-    return (
-        torch.tensor([*rows], device=device),
-        *amounts,
-        *(torch.tensor(c, device=device) for c in (truncated, signed)),
-    )
+    flags = (torch.tensor(column, device=device) for column in (truncated, signed))
+    return torch.tensor([*rows], device=device), *amounts, *flags
 
 
 @option("augment", "augmix")
