@@ -65,8 +65,8 @@ data/transforms/policies.py: a policy that mirrors its frame stops without a fra
 - reflect=self.reflect and self.pad > 0, flip
 + reflect=self.reflect, flip
 data/loading/shards.py: the images of a step that are shown are of the first size [loader]
--         images, _ = next(iter(at_step(self._feeds, step)([self._request([whole])])))
-+         images, _ = next(iter(self.train_feed([self._request([whole])])))
+-         images, _ = next(iter(at_step(self.train_feeds, step)([self._request([whole])])))
++         images, _ = next(iter(self.train_feeds[0]([self._request([whole])])))
 data/datasets/listing.py: a group may be trained on and tested [splitting]
 -     for one, other in itertools.combinations(groups, 2):
 +     for one, other in itertools.pairwise(groups):

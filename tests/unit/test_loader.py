@@ -130,7 +130,7 @@ def test_the_images_of_a_step_are_those_of_its_own_reader() -> None:
     """Another size of the images begins with another reader."""
     whole = loader(Digits(), Resident())
     inverse = replace(Digits().train(), images=255 - Digits().train().images)
-    later = replace(whole, later_feeds={2: Resident().feed(inverse, world())})
+    later = replace(whole, train_feeds={**whole.train_feeds, 2: Resident().feed(inverse, world())})
     for shard in itertools.islice(shards(later), 4):
         assert torch.equal(later.global_batch(shard.step).images, shard.images)
         images = shard.images if shard.step <= 2 else 255 - shard.images
