@@ -12,7 +12,7 @@ from helpers import ROOT, forked, train
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.report import bundle
-from lockstep.report.redaction import redacted
+from lockstep.report.redaction import SHORTEST_SECRET, redacted, secrets_in
 from lockstep.report.report import report
 
 SECRET = "Zq9vT4mK+x/7Lw2p"
@@ -250,6 +250,27 @@ def test_a_sweep_is_bounded_and_its_failed_jobs_come_first(
     assert {"sweep.json", "jobs/000.log", "jobs/003.log", "003-x=3/train.log", "000-x=0/train.log"} <= written.keys()
     assert len(written["003-x=3/train.log"]) < 66_000
     assert "left out  002-x=2/train.log does not fit: all files may have 0.1 MB" in capsys.readouterr().out
+
+
+def test_a_secret_of_any_job_is_in_no_file_of_a_sweep(here: Path, tmp_path: Path) -> None:
+    (jobs := tmp_path / "sweep" / "jobs").mkdir(parents=True)
+    (jobs.parent / "sweep.json").write_text("{}")
+    for number in range(3):
+        (jobs / f"{number:03}.log").write_text(f"printed hidden{number}\n")
+        job = RunDir.at(jobs.parent / f"{number:03}-x={number}")
+        job.overrides.write_text(yaml.safe_dump([f"+my.token=hidden{number}"]))
+        job.log.write_text("printed hidden0, hidden1, hidden2\n")
+        job.start_summary()
+    report(str(jobs.parent), bundle=True)
+    assert not [name for name, text in texts(here).items() if "hidden" in text]
+
+
+@pytest.mark.parametrize("length", [SHORTEST_SECRET - 1, SHORTEST_SECRET, SHORTEST_SECRET + 1])
+def test_a_secret_is_known_from_its_shortest_length_on(length: int) -> None:
+    secret = "x" * length
+    expected = [secret] * (length >= SHORTEST_SECRET)
+    for values in ({"api_key": secret}, {"nested": [{"password": secret}]}, [f"my.token={secret}"]):
+        assert [*secrets_in([values])] == expected
 
 
 @pytest.mark.parametrize("only", ["logs/rank0.log", "command.txt", ".hydra/overrides.yaml", "summary.json"])

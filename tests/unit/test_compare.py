@@ -34,9 +34,10 @@ from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record, best_of, figure_of, score_text, swept_keys
 from lockstep.records.runs import differing, groups, read_runs, welch
+from lockstep.records.tables import _difference
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
-from lockstep.report.runs import runs
+from lockstep.report.runs import _fits, runs
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.telemetry.progress import format_timestamp
 from lockstep.training.trained import find_weights
@@ -108,6 +109,28 @@ def test_the_interval_is_the_one_of_welch(first: tuple[int, float], second: tupl
     expected = ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
     assert welch(*samples) == pytest.approx(tuple(expected), rel=1e-12)
     assert welch([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0), "without spread, it is one point"
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "0.5", "2.", "1e-3", "-2.5e-07", "1e5"])
+def test_a_condition_takes_a_number_in_any_form_and_not_the_number_itself(number: str) -> None:
+    limit = float(number)
+    for sign, value in (("<", limit - 1), (">", limit + 1)):
+        fits = [_fits({"lr": of}, f"lr{sign}{number}", {"lr"}) for of in (value, limit, 2 * limit - value)]
+        assert fits == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((0.0, -1.0, 0.0), "+0.00 [-1.00, +0.00]"),
+        ((-0.5, -1.0, 0.25), "-0.50 [-1.00, +0.25]"),
+        ((-0.5, None, None), "-0.50"),
+        ((0.0, None, None), ""),
+        ((None, None, None), ""),
+    ],
+)
+def test_a_difference_and_its_ends_have_signs_and_zero_a_plus(numbers: tuple[float | None, ...], text: str) -> None:
+    assert _difference(dict(zip(("difference", "low", "high"), numbers, strict=True)), "top1") == text
 
 
 def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, capsys: CAPSYS) -> None:

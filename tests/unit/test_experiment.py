@@ -322,5 +322,5 @@ def test_numbers_that_the_items_of_a_data_set_draw_change_no_initial_weight(
         return [*weights(train_here(folder, *words)).values(), *alone.parameters()]
 
     expected = first_weights(tmp_path / "one")
-    monkeypatch.setattr(experiment, "build_data", lambda *given: (torch.rand(7), build_data(*given))[1])
+    monkeypatch.setattr(experiment, "build_data", lambda *parts: (torch.rand(7), build_data(*parts))[1])
     assert all(map(torch.equal, first_weights(tmp_path / "other"), expected))

@@ -206,8 +206,8 @@ def test_modules_that_a_program_gives_are_trained_in_copies() -> None:
         ModelObject(original=net).build(2, (2, 1, 1)),
         LossObject(original=loss).build(2, torch.zeros(3, dtype=torch.int64)),
     )
-    for copied, given in zip(copies, (net, loss), strict=True):
-        assert type(copied) is type(given)
+    for copied, original in zip(copies, (net, loss), strict=True):
+        assert type(copied) is type(original)
         copied.eval().half()
-        assert given.training
+        assert original.training
     assert net.weight.dtype is torch.float32

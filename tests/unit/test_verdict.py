@@ -291,6 +291,13 @@ def test_a_gain_is_clear_where_it_is_larger_than_the_spread_of_its_turns(
     assert gain.is_clear == is_clear
 
 
+def test_a_gain_is_of_images_and_not_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 1.0, 1.0, *[1.0, 1.5] * 5])
+    monkeypatch.setattr(dry_run, "timed", lambda step, device: next(seconds))
+    double = replace(job(), batch=2 * PLAN.batch)
+    assert tried(job(), {"double": double}, World.solo(), seconds=1000)["double"].factor == pytest.approx(2 / 1.5)
+
+
 def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     small, usual = replace(job(), batch=4), dry_run.dry_run_step
 
