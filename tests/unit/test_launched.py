@@ -172,8 +172,8 @@ def test_an_alias_is_of_its_interface_and_a_name_is_of_any_machine_that_has_one_
     monkeypatch.setattr(addresses, "interface_to", lambda host, port: None)
     assert addresses.interface_of("10.0.0.3") == addresses.interface_elsewhere() == "eth0"
     for order in (("198.51.100.1", "127.0.0.1"), ("127.0.0.1", "198.51.100.1")):
-        found = [(socket.AF_INET, address) for address in order]
-        monkeypatch.setattr(addresses, "resolve_host", lambda host, port, found=found: found)
+        both = [(socket.AF_INET, address) for address in order]
+        monkeypatch.setattr(addresses, "resolve_host", lambda host, port, both=both: both)
         assert addresses.is_own_address("both", 29500)
 
 

@@ -148,6 +148,22 @@ def test_stages_are_called_idle_with_fewer_than_twice_as_many_micro_batches(
     assert [re.sub(".*stages ", "", note) for note in notes] == [says] * bool(says)
 
 
+def test_accelerate_leaves_a_rank_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(**options: Any) -> SimpleNamespace:
+        torch.set_num_threads(1)
+        return SimpleNamespace(**options)
+
+    monkeypatch.setattr(pytest.importorskip("accelerate"), "Accelerator", make)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        built = ddp.accelerator(torch.device("cpu"), find_unused_parameters=True)
+        assert (torch.get_num_threads(), built.cpu, built.mixed_precision) == (3, True, "no")
+        assert built.kwargs_handlers[0].find_unused_parameters
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_batch_norm_per_rank_is_noted_where_there_are_several_and_a_batch_norm() -> None:
     networks = {True: nn.BatchNorm1d(2), False: nn.Linear(2, 2)}
     cases = itertools.product((1, 2), (True, False), networks)
