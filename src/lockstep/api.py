@@ -291,11 +291,7 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
 
 
 def load(
-    path: str | Path,
-    *,
-    device: str | None = None,
-    model: nn.Module | None = None,
-    extensions: Sequence[str] = (),
+    path: str | Path, *, device: str | None = None, model: nn.Module | None = None, extensions: Sequence[str] = ()
 ) -> Predictor:
     """A trained model, ready to be used: `lockstep.load("outputs/latest").predict("cat.jpg")`.
 

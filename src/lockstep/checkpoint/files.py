@@ -11,7 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -103,10 +103,7 @@ def _reasons() -> Iterator[None]:
 
 @_reasons()
 def manifest(path: Path) -> dict[str, str]:
-    """The sha256 of each file of a checkpoint, after checking the names and sizes of the files.
-
-    Raises ValueError, and NewerFormat for a checkpoint that is not damaged, but of a later version.
-    """
+    """The sha256 of a checkpoint's files; checks names and sizes. Raises ValueError: damaged; NewerFormat."""
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
     check_format(FileFormat.checkpoint, facts := read_json(path / MANIFEST), path / MANIFEST)
@@ -202,10 +199,7 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Removable:
-    """The checkpoints of a run that stay, the paths that can go, and the bytes of these.
-
-    `more` is the bytes of `stay` if the run is completed and its best weights are exported; else 0.
-    """
+    """What stays of a run, what can go, and its bytes; `more` is of `stay`, if the run is completed and exported."""
 
     stay: tuple[Path, ...]
     go: tuple[Path, ...]
@@ -240,11 +234,10 @@ def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
 
 def _gain(path: Path) -> float | None:
     """The score of a checkpoint, larger for a better one; None if it was not evaluated or cannot be read."""
-    try:
+    with suppress(ValueError, LookupError, TypeError):
         facts = read_facts(path)
         return Monitor.parse(facts["identity"]["monitor"]).gain(score_of(facts["progress"]))
-    except (ValueError, LookupError, TypeError):
-        return None
+    return None
 
 
 def score_of(progress: Mapping[str, Any]) -> float | None:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import files
-from lockstep.checkpoint.files import Facts, find_corruption, header, load_weights
 from lockstep.checkpoint.state import restore_optimizer
 from lockstep.config.commands import override, program_words, shell_command
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, first_of
 from lockstep.core.model import load_whole
 from lockstep.core.run import candidates, read_overrides
 from lockstep.core.run_dir import RunDir
@@ -44,7 +43,7 @@ def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
     """The newest undamaged checkpoint in a `checkpoints` folder; `say` reports each damaged one."""
     checkpoints = candidates(folder)
     for number, path in enumerate(checkpoints, start=1):
-        if not (reason := find_corruption(path)):
+        if not (reason := files.find_corruption(path)):
             return path
         next_try = "trying the one before it" if number < len(checkpoints) else "there is none before it"
         say(f"checkpoint {path} is damaged ({reason}); {next_try}")
@@ -73,7 +72,7 @@ def load_newest(run_dir: RunDir, named: Path | None = None) -> LoadedCheckpoint 
 def _all_damaged(run_dir: RunDir) -> InputError:
     """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
     checkpoints = candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {find_corruption(path)}" for path in checkpoints]
+    reasons = [f"{path.name}: {files.find_corruption(path)}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if files.whole_weights(path)), None)
     usable = f"; {shell_command([override('init_from', whole)])} uses the undamaged weights" if whole else ""
@@ -88,7 +87,7 @@ def _all_damaged(run_dir: RunDir) -> InputError:
 
 def read_checkpoint(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint to the CPU. Raises InputError if it is damaged."""
-    if reason := find_corruption(path):
+    if reason := files.find_corruption(path):
         raise _damaged(path, reason)
     return _read(path)
 
@@ -119,7 +118,7 @@ def _damaged(path: Path, reason: str) -> InputError:
     return InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
 
 
-def check_fingerprint(expected: Facts, path: Path) -> Facts:
+def check_fingerprint(expected: files.Facts, path: Path) -> files.Facts:
     """The facts of a checkpoint. Raises InputError, with the differences, for another fingerprint than `expected`."""
     facts = undamaged_facts(path)
     if different := describe_differences(expected, facts["identity"]):
@@ -130,7 +129,7 @@ def check_fingerprint(expected: Facts, path: Path) -> Facts:
     return facts
 
 
-def describe_differences(expected: Facts, saved: Facts) -> str:
+def describe_differences(expected: files.Facts, saved: files.Facts) -> str:
     """The differences between the fingerprints of this run and of a checkpoint: `key: here X, there Y`."""
     here, there = _flattened(expected), _flattened({key: saved.get(key) for key in expected})
     different = [
@@ -138,11 +137,10 @@ def describe_differences(expected: Facts, saved: Facts) -> str:
         for key in here | there
         if key not in here or key not in there or here[key] != there[key]
     ]
-    more = len(different) - MOST_DIFFERENCES
-    return "; ".join(different[:MOST_DIFFERENCES]) + (f"; and {more:,} more" if more > 0 else "")
+    return "; ".join(first_of(different, MOST_DIFFERENCES))
 
 
-def _flattened(facts: Facts) -> dict[str, Any]:
+def _flattened(facts: files.Facts) -> dict[str, Any]:
     """Facts that are not None, with one level of mappings (the files of each class) and lists of texts flattened."""
     flat: dict[str, Any] = {}
     for key, value in facts.items():
@@ -187,7 +185,7 @@ def restore_from(
 def load_exported(model: nn.Module, file: Path) -> None:
     """Fill `model`, or this rank's parts of it, with the exported weights of its own run. Raises InputError."""
     check_tensors(model, file, "weights")
-    load_whole(model, load_weights(file))
+    load_whole(model, files.load_weights(file))
 
 
 def check_tensors(model: nn.Module, file: Path, key: str) -> None:
@@ -207,6 +205,6 @@ def check_shapes(
 
 def read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     try:
-        return header(file)
+        return files.header(file)
     except UnreadableFile as error:
         raise InputError(f"{key}: {error}") from error

@@ -15,7 +15,7 @@ from lockstep.checkpoint.files import MODEL, check_archive, header, load_weights
 from lockstep.checkpoint.reading import check_shapes, read_header
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, reason_of, shown
-from lockstep.core.model import head_parameters
+from lockstep.core.model import head_parameters, named_layers
 from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
 from lockstep.core.run_dir import BEST, LATEST, check_folder, near_path
 from lockstep.core.safe_read import UnreadableFile, open_plain
@@ -130,7 +130,8 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     labels = [label for label, name in enumerate(here) if name in rows]
     fits = all(saved.get(name) == (len(there) if moved else len(own[name]), *own[name].shape[1:]) for name in head)
     new_head = head if not fits or (moved and not labels) else ()
-    stems = [name for name in _stems(model) if _is_rgb_of(saved.get(name, ()), own[name].shape)]
+    stems = [f"{name}.weight" for name in named_layers(model, "first_conv")]
+    stems = [name for name in stems if _is_rgb_of(saved.get(name, ()), own[name].shape)]
     check_shapes(model, saved, file, START, leave_out=[*(head if moved else new_head), *stems])
     tensors = {name: tensor for name, tensor in _by_own_names(read(), own).items() if name not in new_head}
     for name in head if moved and not new_head else ():
@@ -148,12 +149,6 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     elif here and not card:
         words.append(f"{path} does not name its classes; their order is taken to be {shown(here)}")
     return "; ".join(words)
-
-
-def _stems(model: nn.Module) -> tuple[str, ...]:
-    """The names of the weights of a timm model's first convolutions."""
-    first = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv") or ()
-    return tuple(f"{name}.weight" for name in ((first,) if isinstance(first, str) else first))
 
 
 def _is_rgb_of(saved: tuple[int, ...], own: torch.Size) -> bool:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import files
-from lockstep.checkpoint.files import Facts
 from lockstep.checkpoint.state import Whole, gathered, host_copies, optimizer_state
 from lockstep.core import log
 from lockstep.core.errors import StorageError
@@ -50,7 +49,7 @@ class Checkpointer:
     """
 
     run_dir: RunDir
-    fingerprint: Facts
+    fingerprint: files.Facts
     keep: int
     keep_best: int
     writes: bool
@@ -103,10 +102,7 @@ class Checkpointer:
         progress: Mapping[str, Any],
         callbacks: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy the state to host memory, after the previous write, and write it in the background. Collective.
-
-        `callbacks` are the states of the user's callbacks by name, on main.
-        """
+        """Copy the state, with main's `callbacks`, to host memory, and write it in the background. Collective."""
         tensors = {files.MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
         if ema is not None:
@@ -138,10 +134,7 @@ class Checkpointer:
         return replace(self.card, step=progress["step"], scores=figures, averaged=averaged).metadata()
 
     def wait(self) -> None:
-        """Wait for the pending write. Warns of the first failure only: the previous checkpoint still exists.
-
-        Raises StorageError if somebody has removed the run.
-        """
+        """Wait for the pending write. Warns of a first failure: an older one exists. Raises StorageError."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
@@ -171,7 +164,7 @@ class Checkpointer:
         if self.failure:
             raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
 
-    def _write(self, saves: Mapping[str, Save], state: dict[str, Any], facts: Facts) -> tuple[int, Path]:
+    def _write(self, saves: Mapping[str, Save], state: dict[str, Any], facts: files.Facts) -> tuple[int, Path]:
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         make_folder(folder)
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed

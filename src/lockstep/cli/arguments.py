@@ -50,10 +50,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _without_overrides(words: list[str], commands: dict[str, Parser]) -> list[str]:
-    """The words without the overrides of a job, for a command that takes a model or runs; `evaluate` takes data.
-
-    An `output_root` says which run is `latest`.
-    """
+    """The words without a job's overrides (`evaluate` takes data); `output_root` says which run is `latest`."""
     command = next((word for word in words if word in commands), "train")
     if command in ("train", "new", "pack", *ONE_PROCESS):
         return words

@@ -33,10 +33,7 @@ CHECKED_PATTERNS = ("*", "*/*")  # what Hydra and Optuna may open in a folder, a
 
 
 def submit_all(submissions: Sequence[Submission], folder: Path | None = None) -> None:
-    """Submit jobs; `folder` is the folder of their sweep.
-
-    Consecutive jobs with the same launcher settings become one array.
-    """
+    """Submit jobs, of the sweep in `folder` if there is one; consecutive ones with the same launcher are an array."""
     if not submissions:
         return
     from lockstep.core import console
@@ -63,10 +60,11 @@ class SweepCallbacks(Callback):
             returned = job_return.return_value  # its objective, or what it submits to SLURM
             self.submissions += [] if isinstance(returned, int | float | None) else [returned]
 
+    @program.bypass_hydra_errors()  # Hydra would only warn of an error in a callback
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        with program.bypass_hydra_errors():
-            submit_all(self.submissions)
+        submit_all(self.submissions)
 
+    @program.bypass_hydra_errors()
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         sweeper = config.hydra.runtime.choices["hydra/sweeper"]
         if sweeper != "grid" and not follows():  # a file chooses another than conf/config.yaml
@@ -75,45 +73,42 @@ class SweepCallbacks(Callback):
         folder = Path(config.hydra.run.dir).absolute()
         atexit.register(remove_empty, absent(folder))  # Hydra creates it, also for a job that will be refused
         if folder != Path.cwd():
-            with program.bypass_hydra_errors():
-                check_names(folder, *CHECKED_PATTERNS)  # before Hydra opens a log there (hydra/job_logging)
+            check_names(folder, *CHECKED_PATTERNS)  # before Hydra opens a log there (hydra/job_logging)
 
+    @program.bypass_hydra_errors()
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self.began, self.handled = time.monotonic(), sys.exc_info()[1]  # of a program that starts a sweep
-        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
-            if is_launched():  # each rank would run the whole sweep
-                from lockstep.launcher.attach import following, leading  # needs torch, and --help must be fast
+        if is_launched():  # each rank would run the whole sweep
+            from lockstep.launcher.attach import following, leading  # needs torch, and --help must be fast
 
-                by, line = started_by().label, f"{program_name()} -m ..."
-                with following() if follows() else leading():
-                    raise InputError(f"{by} would run the whole sweep in each rank; type {line} instead")
+            by, line = started_by().label, f"{program_name()} -m ..."
+            with following() if follows() else leading():
+                raise InputError(f"{by} would run the whole sweep in each rank; type {line} instead")
         from lockstep.records.ledger import JOBS  # imported late: most commands are one job
         from lockstep.sweeps.line import FILES, choose_folder, remove_refused
         from lockstep.telemetry.progress import loading
 
         folder = Path(config.hydra.sweep.dir).absolute()
         new = absent(*(folder / name for name in (*FILES, JOBS)))
-        with program.bypass_hydra_errors():
-            check_names(folder, *CHECKED_PATTERNS)
-            with loading():
-                configure_native_threads()  # before the classes that say which score decides import torch
-            ledger = choose_folder(config)
+        check_names(folder, *CHECKED_PATTERNS)
+        with loading():
+            configure_native_threads()  # before the classes that say which score decides import torch
+        ledger = choose_folder(config)
         if SWEEP_FOLDER in os.environ:
             write_atomic(Path(os.environ[SWEEP_FOLDER]), str(ledger.folder))
         atexit.register(remove_refused, ledger, new)
-        with program.bypass_hydra_errors():
-            check_names(ledger.folder, *CHECKED_PATTERNS)
+        check_names(ledger.folder, *CHECKED_PATTERNS)
 
+    @program.bypass_hydra_errors()
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
             return
         folder = Path(config.hydra.sweep.dir)
-        with program.bypass_hydra_errors():
-            submit_all(self.submissions, folder)
+        submit_all(self.submissions, folder)
         from lockstep.records.ledger import Ledger
         from lockstep.report.listener import is_due
         from lockstep.report.sweep_page import write_sweep_report  # needs numpy, and --help must be fast
 
         if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
-            with program.bypass_hydra_errors(), impatient():
+            with impatient():
                 log.show(f"report: {relative(write_sweep_report(Ledger(folder)))}")

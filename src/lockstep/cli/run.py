@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def run_job(resume: Resume, lock: Lock) -> float | Submission | None:
     """Lock, check and launch one job, or say what to submit to SLURM.
 
-    Returns its objective; None if main is on another machine. A sweep's job that is resumed alone updates its record
-    in the sweep.
+    Returns its objective; None if main is elsewhere. A job of a sweep that is resumed alone updates its record.
     """
     launcher = resume.job.launcher
     if launcher.submits and not is_submitted():

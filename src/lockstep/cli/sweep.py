@@ -17,7 +17,6 @@ from typing import Any
 
 from lockstep.cli.train import train_command
 from lockstep.config import extensions, options
-from lockstep.config.extensions import MAIN
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.launch_env import SWEEP_FOLDER
 from lockstep.core.native_threads import configure_native_threads
@@ -32,15 +31,12 @@ ERROR_FILE = "error.pickle"
 
 
 def run_sweep(words: Sequence[str], objects: Mapping[str, Any], *, verbose: bool) -> Path:
-    """Run the sweep of a command's words, whose options stand for `objects`; returns its folder.
-
-    Raises what ends the command: a refusal, a stop, or the failures of jobs.
-    """
+    """Run the sweep of a command's words; returns its folder. Raises its refusal, its stop or its failures."""
     from lockstep.launcher.spawn import Children  # imports torch, which the process of the sweep does only later
 
     children = Children()
     with (
-        packed((objects, extensions.of_program(), vars(sys.modules[MAIN]).get("__file__"))) as (file,),
+        packed((objects, extensions.of_program(), vars(sys.modules[extensions.MAIN]).get("__file__"))) as (file,),
         children,
         forwarding(children.send) as request,
     ):
@@ -83,7 +79,7 @@ if __name__ == "__main__":
     signals.begin(int(sys.argv[1]))
     configure_native_threads()
     file = Path(sys.argv[2])
-    objects, declared, sys.modules[MAIN].__file__ = unpacked(file)  # the program's, whose code is recorded
+    objects, declared, sys.modules[extensions.MAIN].__file__ = unpacked(file)  # the program's, whose code is recorded
     options.declare(declared)
     sys.argv[:] = ["lockstep", "-m", *sys.argv[3:]]
     train_command(objects=objects, says=functools.partial(_write, file.with_name(ERROR_FILE)))

@@ -66,10 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def checked_words(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The words for Hydra's parser, overrides first: Hydra 1.3 refuses some on both sides of a flag.
-
-    Raises InputError for a flag that it does not have: usually a key as other programs take it, `--epochs 5`.
-    """
+    """The words for Hydra's parser, overrides first, as 1.3 needs them. Raises InputError for an unknown flag."""
     flags, rest = Parser(parents=[parser], add_help=False).parse_known_args(list(words))
     if flags.experimental_rerun is not None:
         raise InputError(

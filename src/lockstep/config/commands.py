@@ -37,10 +37,7 @@ def shell_command(words: Iterable[object]) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """The override that sets `key` to a text, quoted for Hydra if its grammar requires it, but not for a shell.
-
-    Of another value it is JSON, which Hydra reads.
-    """
+    """The override of `key`: a text, quoted for Hydra (not for a shell) if its grammar requires it; else JSON."""
     if not isinstance(value, str | Path):
         return f"{key}={json.dumps(value)}"
     text = str(value)
@@ -104,11 +101,10 @@ def parsed(word: str) -> object:
     from hydra.core.override_parser.overrides_parser import OverridesParser  # as above
     from hydra.errors import HydraException
 
-    try:
+    with suppress(HydraException):
         read = OverridesParser.create().parse_override(word)
-    except HydraException:
-        return None
-    return None if read.is_sweep_override() else read.value()
+        return None if read.is_sweep_override() else read.value()
+    return None
 
 
 def started_as(program: str) -> None:
@@ -170,10 +166,7 @@ def repeated_words(command: str, keys: Collection[str]) -> list[str]:
 
 
 def resume_command(run_dir: RunDir, job: Job, *overrides: str) -> str:
-    """The command that resumes a run, as the user would type it, with additional overrides.
-
-    It is a call of `lockstep.train` if the run has objects of a program.
-    """
+    """What the user types to resume a run; a call of `lockstep.train` if the run has objects of a program."""
     from lockstep.config.extensions import arguments_of  # imported late: to start a command needs it nowhere
 
     if objects := arguments_of(vars(job)):

@@ -18,7 +18,6 @@ from lockstep.config import extensions, options
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.errors import InputError, collecting, did_you_mean, shown
-from lockstep.core.fields import TEXT, Component
 from lockstep.core.safe_read import read_yaml
 
 if TYPE_CHECKING:  # importing them would import torch
@@ -34,8 +33,8 @@ def build_many(group: str, nodes: Any) -> dict[str, Any]:
     if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
         raise InputError(f"{group} is {shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
     names = {str(name): node for name, node in (nodes or {}).items()}
-    if wrong := [name for name in names if not TEXT.fits(name)]:
-        raise InputError(f"{group} has the name {shown(wrong[0])}, expected {TEXT.expected}")
+    if wrong := [name for name in names if not fields.TEXT.fits(name)]:
+        raise InputError(f"{group} has the name {shown(wrong[0])}, expected {fields.TEXT.expected}")
     return {name: build(group, node, f"{group}.{name}") for name, node in names.items()}
 
 
@@ -108,10 +107,7 @@ def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, A
 
 
 def build_job(values: Mapping[str, Any], objects: Mapping[str, Any] | None = None) -> Job:
-    """The job that a config describes, with all its components. Raises InputError with a line for each problem.
-
-    `objects` are the originals of options that stand for objects, by group.
-    """
+    """The job of a config, with a program's `objects` by group. Raises InputError with a line for each problem."""
     problems: list[str] = []
     parts: dict[str, Any] = {}
     blocks = [key for key in BLOCKS if isinstance(values.get(key), Mapping)]
@@ -153,7 +149,7 @@ def schema() -> DictConfig:
     return nodes
 
 
-def node(component: Component) -> dict[str, Any]:
+def node(component: fields.Component) -> dict[str, Any]:
     """The config node of `component`: `build` turns it into `component` again."""
     return {"_target_": options.class_path(type(component)), **_values(component)}
 
@@ -170,7 +166,7 @@ def plain(job: Job) -> dict[str, Any]:
     return values
 
 
-def _values(component: Component) -> dict[str, Any]:
+def _values(component: fields.Component) -> dict[str, Any]:
     """The fields of a frozen dataclass as plain values. OmegaConf would take a hundred times as long."""
     return dataclasses.asdict(component, dict_factory=_with_names)
 

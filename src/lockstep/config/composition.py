@@ -18,10 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import hydra_policy
 from lockstep.config.commands import check_word, key_of, override, program_words, quoted_path, shell_command
 from lockstep.config.history import present_words
-from lockstep.config.hydra_policy import as_typed, own_hydra
+from lockstep.config.hydra_policy import as_typed, is_of_hydra, own_hydra
 from lockstep.config.hydra_versions import initialize_config_dir, is_list_extend
 from lockstep.config.schema import CONF, GROUPS, MANY, RECIPES, Job
 from lockstep.core import log
@@ -92,7 +91,7 @@ class Invocation:
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
         typed_here = any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)  # the current folder
-        words = sys.argv[1:] if sweep else hydra_policy.as_typed(hydra.overrides.task)
+        words = sys.argv[1:] if sweep else as_typed(hydra.overrides.task)
         return cls(
             overrides=tuple(words_of_job()),
             sweep=sweep,
@@ -134,8 +133,7 @@ def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False)
     """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
 
     Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
-    With Hydra's config `loader`, `glob(...)` is read too. Raises HydraException if a word cannot be read; InputError
-    if there is an interval, and no search.
+    With Hydra's `loader`, `glob(...)` is read too. Raises HydraException; InputError for an interval and no search.
     """
     values: list[tuple[str, list[str]]] = []
     for word in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):
@@ -162,10 +160,7 @@ def of_command(composed: DictConfig) -> dict[str, Any]:
 
 
 def to_dict(composed: DictConfig, hydra: Any = None) -> dict[str, Any]:
-    """The composed config of a job as plain values; `hydra` is Hydra's own, if `composed` is without it.
-
-    Raises InputError for missing (`???`) or unresolved values.
-    """
+    """A config, without or beside Hydra's own, as plain values. Raises InputError for missing or unresolved ones."""
     # Key by key, because a copy without `hydra` takes longer than all the rest.
     try:
         plain = {str(key): _plain(composed[key]) for key in composed if key != "hydra"}
@@ -212,12 +207,11 @@ def _with_text_keys(value: Any) -> Any:
 def recompose(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> dict[str, Any]:
     """The config of an earlier command, composed from `configs` with its `stored` overrides, then `overrides`.
 
-    Later overrides win. Hydra's own config is then the one of this composition: see `of_hydra`. Raises InputError if
-    a stored override is one for Hydra itself; a run folder keeps no such override.
+    Later ones win; `of_hydra` is then of this composition. Raises InputError for a stored override of Hydra's keys.
     """
     for text in stored:
         check_word(text)
-        if hydra_policy.is_of_hydra(text):
+        if is_of_hydra(text):
             raise InputError(f"the run keeps the override {text!r}, expected keys of a job; remove it")
     config = _compose(configs.name, [*configs.searchpath, *stored, *overrides], with_hydra=True)
     HydraConfig.instance().set_config(config)  # values refer to the choices of the run, not of the present command
@@ -232,8 +226,7 @@ def of_hydra() -> str:
 def overrides_that_fit(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> list[str]:
     """The `stored` overrides that still apply when `overrides` choose other options of groups.
 
-    A key that both options have keeps its value. Keys that only the earlier option has are dropped, and so is the
-    removal of a key that `overrides` set.
+    Those of keys that only the earlier option has are dropped, and removals of a key that `overrides` set.
     """
     keys = {text: _keys_set(text) for text in (*stored, *overrides)}
     chosen = [text for text in overrides if not keys[text]]
@@ -310,8 +303,7 @@ def composing() -> Iterator[None]:
 def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
     """The overrides without the keys that a command does not use, so that it accepts the command of a run.
 
-    `who` says what the command does, for a note. A key that ends with a dot is all keys that begin with it. Raises
-    InputError if there is no such key.
+    `who` says in a note what the command does. A key that ends with a dot is all that begin so. Raises InputError.
     """
     words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
     if not (ignored := [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]):
@@ -326,20 +318,17 @@ def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> l
 def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]:
     """The plain config of the command line `overrides`, and the command; more can be composed meanwhile."""
     with composing():
-        yield _composed(overrides), Invocation.current()
+        words = typed_words(overrides)
+        for word in words:
+            check_word(word)
+        config = _compose("config", words, with_hydra=True)
+        if config.hydra.mode == RunMode.MULTIRUN:
+            sweep = "a sweep is `lockstep train -m ...`"
+            raise InputError(f"hydra.mode=MULTIRUN requests a sweep, expected one job; {sweep}")
+        HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
+        yield to_dict(config), Invocation.current()
 
 
 def composed(overrides: list[str]) -> dict[str, Any]:
-    with composing():
-        return _composed(overrides)
-
-
-def _composed(overrides: list[str]) -> dict[str, Any]:
-    words = typed_words(overrides)
-    for word in words:
-        check_word(word)
-    config = _compose("config", words, with_hydra=True)
-    if config.hydra.mode == RunMode.MULTIRUN:
-        raise InputError("hydra.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lockstep train -m ...`")
-    HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
-    return to_dict(config)
+    with invoked(overrides) as (values, _):
+        return values

@@ -65,11 +65,7 @@ WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "name"), ("job", "override_dir
 # The groups whose options name code, with those options that any config file may choose: Hydra's own and our pool.
 LOG_CONFIGS = ("job_logging", "hydra_logging")
 LOGGING = ("default", "disabled", "hydra_debug", "none", "stdout")
-OPTIONS = {
-    "launcher": ("basic", "pool"),
-    "sweeper": ("basic", "grid"),
-    **dict.fromkeys(LOG_CONFIGS, LOGGING),
-}
+OPTIONS = {"launcher": ("basic", "pool"), "sweeper": ("basic", "grid"), **dict.fromkeys(LOG_CONFIGS, LOGGING)}
 # What each user of Hydra has alone. The others are the same for all: the plugins, and their sources of configs.
 HYDRAS = ("hydra", "_")  # how the names of Hydra's own configs begin
 OWN = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)

@@ -79,10 +79,7 @@ def as_yaml(value: Any) -> str:
 def config_text(
     group: str, name: str, meaning: str, node: Mapping[str, Any], keys: Mapping[str, str], note: str = ""
 ) -> str:
-    """The text of `conf/GROUP/NAME.yaml`: `keys` are the meanings of the keys of `node`, in their order.
-
-    `note` is a comment on the line of the class.
-    """
+    """The text of `conf/GROUP/NAME.yaml`: `keys` are the meanings of the node's keys, `note` is one of the class."""
     lines = [*_wrapped(meaning)]
     indent = "  " * (group in MANY)
     if indent:
@@ -99,12 +96,6 @@ def config_text(
 
 
 def _wrapped(comment: str, indent: str = "") -> Iterable[str]:
-    begin = f"{indent}# "
-    return textwrap.wrap(
-        comment,
-        COLUMNS,
-        initial_indent=begin,
-        subsequent_indent=begin,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    width = COLUMNS - len(f"{indent}# ")
+    lines = textwrap.wrap(comment, width, break_on_hyphens=False, break_long_words=False)
+    return [f"{indent}# {line}" for line in lines]

@@ -59,10 +59,7 @@ def words_for_hydra(words: Sequence[Override], files: ChosenFiles, sources: Sequ
 
 
 def read_chosen(words: Sequence[Override], sources: Sequence[Any]) -> ChosenFiles:
-    """The files that a line chooses, and the files that these list.
-
-    Raises InputError for what a file says in vain, or in a form that Hydra answers with the next error.
-    """
+    """The files that a line chooses, and what these list. Raises InputError for what Hydra ignores or misreads."""
     typed = {word.key_or_group: None if word.is_delete() else word.value() for word in words}
     own = [group for group in typed if is_own_group(group, sources)]
     waiting = [(group, name) for group in (RECIPES, *own) for name in _names(typed.get(group))]
@@ -131,10 +128,7 @@ def _bare(group: str, name: str) -> str:
 
 
 def _entries(path: str, group: str, entries: list[Any], sources: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
-    """The keys of a file's defaults as written, their groups, and their values.
-
-    Raises InputError for what Hydra would take for something else.
-    """
+    """The keys of a file's defaults, their groups and values. Raises InputError for what Hydra would misread."""
     for entry in entries:
         # Without the space behind the colon, an entry is one word.
         pairs = entry.items() if isinstance(entry, dict) else [str(entry).rpartition(":")[::2]]

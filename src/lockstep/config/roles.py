@@ -23,8 +23,7 @@ _NONE: Mapping[str, Any] = {}
 def role_of(key: str, values: Mapping[str, Any] = _NONE) -> Role:
     """The role of a dotted key of a config, or of a group.
 
-    `values` is the config, whose nodes name the classes of users. A key that is not in the schema, as of another
-    version, makes another run.
+    `values` is the config, whose nodes name users' classes. A key that the schema does not have makes another run.
     """
     first, *names = key.removesuffix(f".{TARGET}").split(".")
     node = values.get(first)

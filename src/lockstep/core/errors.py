@@ -136,10 +136,10 @@ def collecting(problems: list[str]) -> Iterator[None]:
         problems.extend(error.args)
 
 
-def first_of(sentences: Sequence[str]) -> list[str]:
+def first_of(sentences: Sequence[str], most: int = MOST_ALIKE) -> list[str]:
     """The first sentences of many mistakes of a kind, and how many more there are."""
-    rest = len(sentences) - MOST_ALIKE
-    return [*sentences[:MOST_ALIKE], *[f"and {rest:,} more" for _ in range(rest > 0)]]
+    rest = len(sentences) - most
+    return [*sentences[:most], *[f"and {rest:,} more" for _ in range(rest > 0)]]
 
 
 BY_EXIT_CODE: dict[int, type[LockstepError]] = {

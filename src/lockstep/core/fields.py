@@ -253,10 +253,7 @@ def declared_role(cls: type[Any], name: str) -> Role | None:
 
 
 def with_history(field: Any, *, names: Sequence[str] = (), **before: Any) -> Any:
-    """A field whose key has had other `names` in its group or block, or did not exist in earlier versions.
-
-    `before=VALUE` is what a run did then; without it, that is the default.
-    """
+    """A field whose key had other `names`, or did not exist: a run then did `before=VALUE`, or else the default."""
     field = field if isinstance(field, dataclasses.Field) else dataclasses.field(default=field)
     field.metadata = {**field.metadata, _NAMES: names, _BEFORE: [*before.values()]}
     return field
@@ -325,10 +322,9 @@ def _is_path(value: Any) -> bool:
 
 
 def _is_pattern(value: Any) -> bool:
-    try:
+    with suppress(re.error, TypeError, OverflowError, RecursionError):
         return bool(re.compile(value))
-    except (re.error, TypeError, OverflowError, RecursionError):
-        return False
+    return False
 
 
 def parse_duration(value: Any) -> tuple[float, str] | None:

@@ -92,10 +92,9 @@ def csv_row(values: Sequence[object]) -> str:
 
 def number_or_text(value: str) -> str | float:
     """A value of a config as a finite number, or else as it is."""
-    try:
+    with suppress(ValueError):
         return float(value) if math.isfinite(float(value)) else value
-    except ValueError:
-        return value
+    return value
 
 
 def parsed_figures(line: str) -> tuple[int, dict[Any, Any]]:

@@ -38,10 +38,7 @@ def stamp(kind: FileFormat) -> dict[str, Any]:
 
 
 def check_format(kind: FileFormat, facts: Any, path: object) -> None:
-    """Check the number in what a file has. Raises NewerFormat, or UnreadableFile if it is no number.
-
-    Files without a version of Lockstep are from before 1.0, and are read as format 1.
-    """
+    """Check a file's format, which is 1 without a version, as before 1.0. Raises NewerFormat, or UnreadableFile."""
     if not isinstance(facts, Mapping) or "lockstep" not in facts:
         return
     number, version, newest = facts.get("format"), str(facts["lockstep"]), FORMAT_NUMBERS[kind]

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.core.errors import InputError
@@ -107,10 +108,7 @@ def without_local_rank(words: Sequence[str]) -> list[str]:
 
 
 def launched_place() -> Place:
-    """The place of this process, alone unless a launcher started it; on one machine if that sets no local ranks.
-
-    Raises InputError.
-    """
+    """The place of this process: alone if not launched, on one machine without LOCAL_RANK. Raises InputError."""
     if not is_launched():
         return Place(rank=0, size=1, local_rank=0, local_size=1)
     size = _number("WORLD_SIZE", 1, 65_536)
@@ -207,11 +205,9 @@ def first_host(hosts: str) -> str:
 
 def address_of(node: str) -> str:
     """The name of a machine, or its address in SLURM if the name cannot be resolved here."""
-    try:
+    with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
-    except OSError:
-        pass
     if shutil.which("scontrol") is None:
         return node
     facts = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, check=False).stdout

@@ -159,8 +159,7 @@ def show_warning(message: str) -> None:
 def close_all(*closes: Callable[[], object]) -> Iterator[None]:
     """Call each of `closes` in turn when the context ends, even if the body or some of `closes` raise.
 
-    The first error is raised, because it sets the exit code (an `ExitStack` raises the last); later ones are
-    warnings.
+    The first error is raised, because it sets the exit code (an `ExitStack` raises the last); others are warnings.
     """
     first: BaseException | None = None
     try:

@@ -66,12 +66,17 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
     """The layers of a model's head: those that timm names, or else the last linear layer or convolution."""
-    facts = getattr(model, "pretrained_cfg", None)
-    named = facts.get("classifier") if isinstance(facts, Mapping) else None
     modules = dict(model.named_modules())
-    if layers := tuple(name for name in ((named,) if isinstance(named, str) else named or ()) if name in modules):
+    if layers := tuple(name for name in named_layers(model, "classifier") if name in modules):
         return layers
     return tuple(name for name, module in modules.items() if isinstance(module, nn.Linear | Convolution))[-1:]
+
+
+def named_layers(model: nn.Module, role: str) -> tuple[str, ...]:
+    """The layers that timm names in the description of its models, as `classifier` or `first_conv`."""
+    facts = getattr(model, "pretrained_cfg", None)
+    names = facts.get(role) if isinstance(facts, Mapping) else None
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def head_parameters(model: nn.Module) -> tuple[str, ...]:
@@ -87,9 +92,8 @@ def within(name: str, module: str) -> bool:
 def blocks(model: nn.Module, large: float = LARGE_LAYER) -> Iterator[nn.Module]:
     """The modules of a model to gather as units: the parameters of each are gathered together.
 
-    They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its
-    children, and the children of its lists of modules. A single layer of fewer than `large` parameters is
-    not a block: it is gathered with the rest of the model.
+    They are the largest modules within one of timm's groups (`group_matcher`), or else the model's children and those
+    in its lists of modules. A single layer of fewer than `large` parameters is gathered with the rest of the model.
     """
     groups = _groups(model)
 

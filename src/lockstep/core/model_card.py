@@ -185,10 +185,7 @@ class ModelCard(Preprocessing):
 
     @classmethod
     def parse(cls, metadata: Any, file: object = "its description") -> Self:
-        """The card in the metadata of a safetensors file. Nothing is trusted.
-
-        Raises ValueError for a wrong value, and NewerFormat for a card of a later version.
-        """
+        """The card in the metadata of a safetensors file. Raises ValueError for anything wrong, NewerFormat."""
         text = metadata.get(METADATA_KEY) if isinstance(metadata, Mapping) else None
         if not isinstance(text, str):
             raise ValueError("it does not say what its model is; init_from= can train from weights of other programs")

@@ -69,10 +69,7 @@ class Averaging:
             )
 
     def check_resumed(self, saved: "Averaging | int", step: int, start: int | str) -> None:
-        """Raise InputError if a run with `train.swa_from=START` cannot continue the mean of a checkpoint of `step`.
-
-        `saved` is its mean; of an earlier version, only the number of its steps.
-        """
+        """Raise InputError if a run with `train.swa_from=START` cannot continue the mean `saved` at `step`."""
         if remedies := self.remedies(saved, step):
             raise InputError(
                 f"resume: a run of {self.last:,} steps averages other steps up to {step:,} by train.swa_from={start} "
@@ -81,10 +78,7 @@ class Averaging:
             )
 
     def remedies(self, saved: "Averaging | int", step: int) -> list[str]:
-        """The overrides with which a run may resume from `step` with the mean of `saved`; none if it may without.
-
-        It may if the mean has the same steps, or this one begins with `step` or later.
-        """
+        """The overrides to resume from `step` with the mean `saved`; none for the same steps, or a later mean."""
         if (steps := self.until(step)) <= {step}:
             return []
         later = f"train.swa_from={step + 1}"

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
 from lockstep.core.run_dir import SWEEP, RunDir
-from lockstep.core.safe_read import MB, UnreadableFile
+from lockstep.core.safe_read import MB, UnreadableFile, read_json, read_text, read_yaml
 from lockstep.core.tags import VAL_LOSS, Direction, Directions, Monitor, figure_parts, tagged
 
 Content = TypeVar("Content")
@@ -47,12 +46,9 @@ class State(StrEnum):
 
 
 class Run:
-    """A run. Each file is read once, when it is first used; `damage` has a sentence for each damaged one.
+    """A run. Each file is read once, when it is first used; `damage` has a sentence for each damaged one."""
 
-    `unnamed` is the monitor of a run that does not name it, as one that has not begun.
-    """
-
-    unnamed = Monitor()
+    unnamed = Monitor()  # of a run that names none, as one that has not begun
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_dir = folder, RunDir(folder)
@@ -96,11 +92,10 @@ class Run:
     @property
     def saved(self) -> str:
         """How far this run is saved, for a sentence: `step 312 of 345`; empty before its first checkpoint."""
-        try:
-            step = int(safe_read.read_text(self.run_dir.last).strip().removeprefix("step-"))
-        except (UnreadableFile, ValueError):
-            return ""
-        return f"step {step} of {self.summary.get('steps', 'an unknown number')}"
+        with suppress(UnreadableFile, ValueError):
+            step = int(read_text(self.run_dir.last).strip().removeprefix("step-"))
+            return f"step {step} of {self.summary.get('steps', 'an unknown number')}"
+        return ""
 
     @cached_property
     def problem(self) -> str:
@@ -165,7 +160,7 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        return self.read(self.run_dir.environment, safe_read.read_json, {})
+        return self.read(self.run_dir.environment, read_json, {})
 
     @cached_property
     def code(self) -> dict[str, Code] | None:
@@ -185,12 +180,12 @@ class Run:
     @cached_property
     def composed(self) -> dict[str, Any]:
         """The config as Hydra composed it; another app's config may have interpolations."""
-        return self.read(self.run_dir.composed, safe_read.read_yaml, {})
+        return self.read(self.run_dir.composed, read_yaml, {})
 
     @cached_property
     def choices(self) -> dict[str, str]:
         """The option of each group that the config was composed of."""
-        match self.read(self.run_dir.hydra / "hydra.yaml", safe_read.read_yaml, {}):
+        match self.read(self.run_dir.hydra / "hydra.yaml", read_yaml, {}):
             case {"hydra": {"runtime": {"choices": {**choices}}}}:
                 return {group: str(option) for group, option in choices.items() if option and "/" not in group}
         return {}
@@ -208,7 +203,7 @@ class Run:
         """The values of this run for the keys that its sweep varies; empty for a run alone."""
         values = dict(word.partition("=")[::2] for word in self.overrides)
         with suppress(UnreadableFile, LookupError, TypeError):
-            keys = safe_read.read_json(self.folder.parent / SWEEP)["swept"]
+            keys = read_json(self.folder.parent / SWEEP)["swept"]
             return {key: values[key] for key in keys if key in values}
         return {}
 
@@ -246,14 +241,14 @@ class Run:
         """What the newest checkpoint says that its run is."""
         facts = (path / "facts.json" for path in self.checkpoints)
         newest = next(filter(Path.exists, facts), self.run_dir.checkpoints / "facts.json")
-        checkpoint: dict[str, Any] = self.read(newest, partial(safe_read.read_json, limit=64 * MB), {})
+        checkpoint: dict[str, Any] = self.read(newest, partial(read_json, limit=64 * MB), {})
         identity = checkpoint.get("identity")
         return identity if isinstance(identity, dict) else {}
 
 
 def read_overrides(path: Path) -> list[str]:
     """The overrides in `.hydra/overrides.yaml`. Raises InputError if it is missing or not a list of texts."""
-    loaded = safe_read.read_yaml(path)
+    loaded = read_yaml(path)
     if not isinstance(loaded, list) or not all(isinstance(item, str) for item in loaded):
         raise InputError(f"{path} is not a list of overrides: expected KEY=VALUE in each line")
     return loaded
@@ -272,7 +267,7 @@ def step_of(path: Path) -> int:
 def _is_held(lock: Path) -> bool:
     """Whether the process that holds the lock of a run is alive. On another machine it counts as alive."""
     with suppress(UnreadableFile, LookupError, TypeError):
-        holder = safe_read.read_json(lock)
+        holder = read_json(lock)
         return bool(holder["host"] != socket.gethostname() or born(holder["pid"]))
     return False
 

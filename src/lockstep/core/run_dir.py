@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError, Stopped, StorageError, as_known, close_to
 from lockstep.core.formats import FileFormat, NewerFormat, check_format, stamp
-from lockstep.core.safe_read import UnreadableFile, is_number, read_name, read_text
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_read import UnreadableFile, is_number, read_json, read_name, read_text, read_yaml
+from lockstep.core.safe_write import absent, fail_if_full, make_folder, storing, sync, write_atomic
 from lockstep.core.tags import Direction
 
 NAME_LIMIT = 100
@@ -95,7 +94,7 @@ class RunDir:
     @classmethod
     def provide(cls, folder: Path | None, root: Path, name: str) -> tuple[Self, list[Path]]:
         """The run folder of a job, at `folder` or a new one, and the folders that this call has created for it."""
-        new = safe_write.absent(*(cls(folder).folders if folder is not None else (root,)))
+        new = absent(*(cls(folder).folders if folder is not None else (root,)))
         if folder is not None:
             return cls.at(folder), new
         return (run := cls.create(root, name)), [*run.folders, *new]
@@ -104,23 +103,22 @@ class RunDir:
     def at(cls, path: Path, *, new: bool = False) -> Self:
         """The run folder at exactly `path`. The folder and its subfolders are created if they are missing.
 
-        Raises InputError, StorageError if the disk is full, and FileExistsError if `new` is set and the folder
-        exists.
+        Raises InputError, StorageError if the disk is full, and FileExistsError if a `new` folder exists.
         """
         run = cls(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(exist_ok=not new)
             for folder in run.folders[:-1]:
-                safe_write.make_folder(folder)
+                make_folder(folder)
             for folder in (path, path.parent):
-                safe_write.sync(folder)
+                sync(folder)
         except FileExistsError as error:
             if new and path.is_dir():  # another job has just created it
                 raise
             raise InputError(f"output_root: {error.filename} is a file, expected a folder for the run") from None
         except OSError as error:
-            safe_write.fail_if_full(path, error)
+            fail_if_full(path, error)
             raise InputError(
                 f"output_root: {path} cannot be written ({error.strerror}); "
                 "choose a folder that can be, with output_root=FOLDER"
@@ -147,7 +145,7 @@ class RunDir:
     def read_summary(self) -> dict[str, Any]:
         """The content of `summary.json`; empty before the file is written. Raises UnreadableFile if it is damaged."""
         try:
-            loaded = safe_read.read_json(self.summary)
+            loaded = read_json(self.summary)
         except UnreadableFile as error:
             if error.missing:
                 return {}
@@ -181,7 +179,7 @@ class RunDir:
             has_started = self._known_summary().get("status") == "running"
             self.write_summary(status=status, exit_code=known.exit_code, error=str(known))
             if not has_started:  # else it is the newest run already
-                self.mark_latest(Path(safe_read.read_yaml(self.config)["output_root"]))
+                self.mark_latest(Path(read_yaml(self.config)["output_root"]))
 
     @property
     def began(self) -> bool:
@@ -205,7 +203,7 @@ class RunDir:
 
     def mark_latest(self, root: Path) -> None:
         """Write the name of this folder to `root/latest`: TensorBoard would show a link as a second run."""
-        with safe_write.storing(root):
+        with storing(root):
             root.mkdir(parents=True, exist_ok=True)  # the run folder can be outside it: hydra.run.dir=FOLDER
         if not (root / LATEST).is_dir():  # a folder here is a run with this name: hydra.run.dir=outputs/latest
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
@@ -230,7 +228,7 @@ def check_folder(folder: Path) -> None:
     files |= {FileFormat.sweep: folder / SWEEP}
     for kind, file in files.items():
         with suppress(UnreadableFile):
-            check_format(kind, safe_read.read_json(file), file)
+            check_format(kind, read_json(file), file)
 
 
 def relative(path: Path) -> Path:
@@ -258,7 +256,7 @@ def _content(read: Callable[[Path], str], pointer: Path, key: str) -> str:
 def _is_output_root(root: Path, run_dir: RunDir) -> bool:
     """Whether a run, which is in another folder (`hydra.run.dir=FOLDER`), was started with this `output_root`."""
     with suppress(UnreadableFile, LookupError, TypeError, ValueError):
-        return Path(safe_read.read_yaml(run_dir.config)["output_root"]).resolve() == root.resolve()
+        return Path(read_yaml(run_dir.config)["output_root"]).resolve() == root.resolve()
     return False
 
 
@@ -281,8 +279,7 @@ def near_path(path: Path, words: Iterable[str] = ()) -> str:
 def pointed(path: Path, root: Path, key: str) -> Path:
     """The folder that a user's path names: the newest run for `latest`, the best job for `best`, job 3 for `SWEEP/3`.
 
-    `latest` alone is the newest run of `root`. `key` begins the error: InputError for a path that is a misspelt one.
-    Raises NewerFormat.
+    `latest` alone is the newest run of `root`. Raises NewerFormat, and InputError, which `key` begins, for a slip.
     """
     folder = _pointed(path, root, key)
     check_folder(folder)

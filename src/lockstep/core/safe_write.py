@@ -21,9 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.core import safe_read
 from lockstep.core.errors import InputError, StorageError
-from lockstep.core.safe_read import UnreadableFile, file_kind
+from lockstep.core.safe_read import UnreadableFile, file_kind, read_json
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a full disk
 
@@ -186,10 +185,7 @@ def absent(*paths: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that this process has created, the deepest first: those that were `absent` before it began.
-
-    One that is not empty, or gone, is left: somebody else uses it.
-    """
+    """Remove folders that this process has created (see `absent`), the deepest first, unless others use them."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -264,6 +260,6 @@ def _same_file(file: int, path: Path) -> bool:
 def _holder(path: Path) -> str:
     """The holder of a lock, from its file, for use in a sentence; empty if Lockstep has not written the file."""
     with suppress(UnreadableFile, LookupError, TypeError):
-        facts = safe_read.read_json(path)
+        facts = read_json(path)
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
     return ""

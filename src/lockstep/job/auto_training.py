@@ -79,10 +79,7 @@ def _has_weights(job: Job, resumed: Path | None) -> bool:
 
 
 def notes(job: Job, resolved: Job, images: int) -> list[str]:
-    """What was chosen in a job for its images and its weights, as overrides; and why its weights are the ones.
-
-    So is a learning rate that the optimizer does not choose itself.
-    """
+    """What was chosen for a job's images and weights, as overrides; why these weights; and a usual learning rate."""
     chosen: dict[str, object] = {}
     if (share := resolved.dataset.val_share) != job.dataset.val_share:
         chosen["dataset.val_share"] = share

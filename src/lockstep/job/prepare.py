@@ -33,10 +33,7 @@ from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of,
 
 
 def create_run(resume: Resume, lock: Lock) -> tuple[AbstractContextManager[RunDir], ResolvedJob]:
-    """The context in which a command's job has its run folder, and the job; takes `lock` on the folder.
-
-    Raises InputError if the job does not fit, or another job uses the folder; nothing was written.
-    """
+    """A context with the run folder of a job, which takes `lock`, and the job. Raises InputError, writing nothing."""
     if resume.folder is not None:
         lock_run_folder(resume.folder, lock)
     job = prepare(resume)
@@ -86,10 +83,7 @@ def job_here(overrides: Sequence[str], who: str, unused: Collection[str] = ()) -
 
 
 def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
-    """The job of a command, resolved, and checked in every way that needs no data.
-
-    `sweep` is whether other jobs run in this process.
-    """
+    """The job of a command, resolved, and checked without data; `sweep`: other jobs run in this process."""
     resume.check_personal(resume.job)
     if extensions.arguments_of(parts := vars(resume.job)):
         from lockstep.training.objects import check_given  # few jobs have objects of a program
@@ -230,8 +224,7 @@ def _check_kinds(run_dir: RunDir) -> None:
 def job_folder(run_dir: RunDir, texts: Mapping[Path, str], new: Sequence[Path] = ()) -> Iterator[RunDir]:
     """The folder of a job with the files `texts`, which describe the job. The summary says how the job ended.
 
-    If the job is refused before training starts, or a file cannot be written (StorageError), all is as before. `new`
-    are the folders that were created for the job, the deepest first.
+    All is as before, without the folders `new` (deepest first), after StorageError, or a refusal before training.
     """
     others = (run_dir.summary, run_dir.environment, run_dir.code_diff, *run_dir.rank_errors())
     before: dict[Path, bytes | int | None] = {path: path.stat().st_size for path in run_dir.log_files()}
@@ -260,10 +253,7 @@ def job_folder(run_dir: RunDir, texts: Mapping[Path, str], new: Sequence[Path] =
 
 
 def _undo(run_dir: RunDir, before: Mapping[Path, bytes | int | None], new: Sequence[Path]) -> None:
-    """Remove what a job has created, and restore what was there `before`. Raises StorageError.
-
-    It has the content of each file, None without one, and the size of each log, to which a rank has added lines.
-    """
+    """Remove what a job has created; restore files, and sizes of logs, as they were `before`. Raises StorageError."""
     for path, content in {**dict.fromkeys(run_dir.log_files()), **before}.items():
         if content is None:
             path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.roles import role_of
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, first_of
 from lockstep.core.fields import FOLDER, SHELL, Role, is_inside, leaves, personal_values, problems
 from lockstep.core.formats import NewerFormat
 from lockstep.core.observer import Callback
@@ -71,10 +71,7 @@ class Resume:
 
     @cached_property
     def job(self) -> Job:
-        """The job of `values`, with all its components, and with what the run that is resumed did before newer keys.
-
-        Raises InputError with a line for each problem.
-        """
+        """The job of `values`; a resumed run keeps what it did before newer keys. Raises InputError."""
         job = components.build_job(self.values, self.objects)
         if self.checkpoint is not None:
             with suppress(InputError):  # a checkpoint that was copied on its own
@@ -97,8 +94,7 @@ class Resume:
 def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str = "") -> Resume:
     """What the command with the composed config `values` continues, which torchrun may have restarted.
 
-    `earlier` is the folder from before the restart: without another one, it is continued. Writes nothing. Raises
-    InputError.
+    `earlier`, from before the restart, is continued if no other folder is. Writes nothing. Raises InputError.
     """
     if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
         raise InputError("sweep.* applies only to sweeps; add -m, or remove it")
@@ -246,13 +242,11 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
         and not any(f"{key}.".startswith(f"{override_key}.") for override_key in overridden)
     ]
     if different:
-        changes = [
-            f"{key} was {stored_values[key]!r} and is {composed_values.get(key)!r}" for key in different[:MOST_KEYS]
-        ]
-        more = f", and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
+        changes = [f"{key} was {stored_values[key]!r} and is {composed_values.get(key)!r}" for key in different]
+        listed = ", ".join(first_of(changes, MOST_KEYS))
         settable = [key for key in different if key in composed_values and not key.endswith("_target_")]
         words = shell_command(override(key, stored_values[key]) for key in settable)
         raise InputError(
-            f"resume: {run_dir.overrides} no longer composes to its config ({', '.join(changes)}{more}); restore the "
-            f"lines that it lost{', or add what had another default then: ' * bool(words)}{words}"
+            f"resume: {run_dir.overrides} no longer composes to its config ({listed}); restore the lines that it lost"
+            f"{', or add what had another default then: ' * bool(words)}{words}"
         )

@@ -151,8 +151,8 @@ def preview(submissions: Sequence[Submission], folder: Path | None = None) -> st
 def submit(submissions: Sequence[Submission], folder: Path | None = None) -> list[tuple[str, Path]]:
     """Submit jobs; returns the number in SLURM and the run folder of each.
 
-    Several jobs become an array and must have the same launcher. `folder` is the folder of their sweep. Raises
-    InputError if SLURM refuses the jobs. The folders that were created for them are removed.
+    Several jobs, with the same launcher, become an array; `folder` is the folder of their sweep. Raises InputError if
+    SLURM refuses the jobs: the folders that were created for them are removed.
     """
     if shutil.which("sbatch") is None:
         raise InputError(

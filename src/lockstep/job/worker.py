@@ -47,10 +47,7 @@ SPARE_FILES = 512  # files that a rank may have open besides its connections
 
 
 def start_job(run_dir: RunDir, job: ResolvedJob, callbacks: Mapping[str, Callback] | None = None) -> float | None:
-    """Run a job in its folder in all its ranks, and return its objective. Raises LockstepError if it fails.
-
-    `callbacks` are objects that take part besides those of the job; other processes get copies.
-    """
+    """Run a job, with a program's `callbacks`, in all its ranks; returns its objective. Raises LockstepError."""
     if job.launcher.node_range[1] > 1:
         raise InputError(
             f"launcher.nodes requests {job.launcher.node_range[1]} machines, which only the command line "
@@ -95,10 +92,7 @@ def run_rank(
     callbacks: Mapping[str, Callback] | None = None,
     code: Mapping[str, "UserCode"] | None = None,
 ) -> None:
-    """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank.
-
-    `code` is the code of the user, if only the program that started the ranks can read it.
-    """
+    """Run a rank of a job, by default of `path`, with `code` that only its program can read. Raises its error."""
     run_dir = RunDir(path)
     errors = RankErrorFile(run_dir, launched_place().rank)
     with (
@@ -200,8 +194,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int, alone: bool
     `alone` says whether the lone rank of a launcher joins one, too. The group is destroyed at the end and after a
     saved stop, when all ranks have just met. After an error it is not destroyed: another rank may hang in a
     collective, and waiting for that rank would hide the error. `timeout` is in seconds; a collective that takes
-    longer is an error. Raises InputError if this rank has no GPU, the variables of its launcher are wrong, or the
-    rank may not open enough files to be connected with all ranks.
+    longer is an error. Raises InputError without a GPU, for wrong variables, or if too few files may be open.
     """
     torch.set_num_threads(threads)
     place = launched_place()

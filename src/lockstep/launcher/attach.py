@@ -34,10 +34,7 @@ NAME_KEY, INVITED_KEY, FOLDER_KEY = "lockstep/name/{}", "lockstep/invited/{}", "
 
 
 class Followers:
-    """The ranks that follow main, for which it makes the run folder; none if main is the only rank.
-
-    `earlier` is the folder from before a restart; empty for none.
-    """
+    """The ranks that follow main, if any, and get its run folder; `earlier` is the one from before a restart."""
 
     def __init__(self, store: Any = None, attempt: str = "", size: int = 1) -> None:
         self.store, self.attempt, self.ranks = store, attempt, range(1, size)

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -80,10 +80,7 @@ class Forwarding(StopRequest):
 
 @contextmanager
 def forwarding(send: Callable[[int], None]) -> Iterator[Forwarding]:
-    """Forward a stop, a request for stacks (SIGUSR2) and Ctrl-Z to the ranks by `send`.
-
-    Raises Interrupted if a second SIGINT killed them.
-    """
+    """Forward a stop, SIGUSR2 (for stacks) and Ctrl-Z by `send`. Raises Interrupted after a second SIGINT."""
 
     def suspend(number: int, frame: FrameType | None) -> None:
         send(signal.SIGSTOP)
@@ -120,11 +117,10 @@ def in_thread(call: Callable[[], T]) -> futures.Future[T]:
 
 
 def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
-    try:
+    with suppress(OSError):
         socket.create_connection((address, port), timeout=seconds).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def wait(condition: Callable[[], T], seconds: float, *, show: str = "") -> T:

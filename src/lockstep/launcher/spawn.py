@@ -14,12 +14,11 @@ import torch
 from torch.distributed import TCPStore
 
 from lockstep.config.options import option
-from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
 from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_read import UnreadableFile, read_json
 from lockstep.launcher.inline import Inline
 from lockstep.launcher.processes import KILLED, POLL_S, REACHED_S, Fresh, Process, forwarding, in_thread, wait
 from lockstep.runtime import child
@@ -168,7 +167,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int], remedy: str = Ent
     errors = []
     for path in run_dir.rank_errors():
         with suppress(UnreadableFile):  # a full disk may have ended its rank
-            errors.append(safe_read.read_json(path))
+            errors.append(read_json(path))
     if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # stopped before they could write error files
         return not_begun(Run(run_dir.path).saved)
     if not errors:

@@ -26,18 +26,16 @@ from lockstep.config.history import present_key, present_values, present_words
 from lockstep.config.options import default_of_key
 from lockstep.config.roles import identity_of, role_of
 from lockstep.config.schema import Job
-from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
 from lockstep.core.formats import FileFormat, check_format, stamp
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_read import UnreadableFile, is_plain, read_json, read_name
 from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_atomic
 from lockstep.core.tags import Direction, Monitor
 from lockstep.records.record import SCORE, Identify, Record, best_of, job_key, parsed_record
-from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
-from lockstep.runtime.signals import StopNow
+from lockstep.runtime.signals import StopNow, not_begun
 
 JOBS, BEST_FILE = "jobs", "best"
 DIFFERENCES_SHOWN = 3
@@ -88,7 +86,7 @@ class Ledger:
 
     @property
     def exists(self) -> bool:
-        return safe_read.is_plain(self.folder / SWEEP)
+        return is_plain(self.folder / SWEEP)
 
     def create(self, identity: Identity) -> None:
         """Write what the sweep is. Raises InputError if the folder cannot be written, StorageError on a full disk."""
@@ -109,7 +107,7 @@ class Ledger:
         """What the sweep is. Raises InputError if the file is damaged, or of a later version."""
         path, again = self.folder / SWEEP, "start anew with sweep.resume=new"
         try:
-            facts = safe_read.read_json(path)
+            facts = read_json(path)
             check_format(FileFormat.sweep, facts, path)
             return Identity(
                 base=present_values(dict(facts["base"])),
@@ -197,7 +195,7 @@ class Ledger:
     def best(self) -> str:
         """The name of the folder of the best job; empty before there is one."""
         with suppress(UnreadableFile):
-            return safe_read.read_name(self.folder / BEST_FILE)
+            return read_name(self.folder / BEST_FILE)
         return ""
 
     def read(self, record: Record) -> Record:
@@ -205,13 +203,11 @@ class Ledger:
         return self.record(record.number)
 
     def record(self, number: int) -> Record:
-        """The record with a number; a damaged one has what the job's folder says, and the error.
-
-        A job that is done waits again if its folder is gone: nobody can use its score without the weights.
-        """
+        """The record with a number; a damaged one has what the job's folder says, and the error."""
         path = self.path_of(number)
         try:
-            record = parsed_record(number, safe_read.read_json(path))
+            record = parsed_record(number, read_json(path))
+            # It waits again if its folder is gone: nobody can use its score without the weights.
             is_gone = record.state is State.done and not (self.folder / record.folder).exists()
             return replace(record, state=State.waiting, objective=None) if is_gone else record
         except (InputError, LookupError, TypeError, ValueError) as error:
@@ -255,7 +251,7 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
     except BaseException as raised:
         error = raised.error if isinstance(raised, JobError) else raised
         if isinstance(error, StopNow | KeyboardInterrupt):
-            error = signals.not_begun(Run(ledger.folder / record.folder).saved)
+            error = not_begun(Run(ledger.folder / record.folder).saved)
         translated = None
         if isinstance(error, Exception):
             from lockstep.config.messages import translate  # a job that ends well needs none
@@ -271,10 +267,7 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
 
 
 def words_of_sweep(words: Sequence[str]) -> list[str]:
-    """The words of a line, behind the words of the sweep that its `sweep.resume` names, if none changes its jobs.
-
-    They come before Hydra composes, because they choose its sweeper.
-    """
+    """The words of a line behind those of its `sweep.resume`, if none changes a job; Hydra's sweeper is in them."""
     typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word and not word.startswith("-")}
     named, root = typed.get("sweep.resume", "auto"), typed.get("output_root", Job().output_root)
     if named in ("auto", "new") or any(role_of(key).makes_another_run for key in typed):

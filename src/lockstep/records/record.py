@@ -87,10 +87,7 @@ Identify = Callable[[Sequence[str]], Hashable]  # what a job is, by its override
 
 
 def job_key(overrides: Sequence[str], *, samples: bool = True) -> frozenset[str]:
-    """What a job is where nobody can compose its config: its overrides in any order, wherever the sweep is.
-
-    With `samples=False`, what its setting is: also without seed and fold.
-    """
+    """What a job is by its overrides in any order, wherever its sweep is; without `samples`, its setting."""
     words = ((key_of(word), word) for word in overrides)
     return frozenset(word for key, word in words if key != "output_root" and (samples or not is_sample(key)))
 

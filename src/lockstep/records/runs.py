@@ -147,10 +147,7 @@ def codes(run: Run) -> Mapping[str, str]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The keys in which runs differ, those that a user typed first.
-
-    Not the keys that only follow from the option of a group in which runs differ too.
-    """
+    """The keys in which runs differ, typed ones first; not those that only follow from a group that differs."""
     typed = dict.fromkeys(key for run in runs for key in run.typed_values if key in settings(run))
     differ = _differing([settings(run) for run in runs])
     differ = [*(key for key in typed if key in differ), *(key for key in differ if key not in typed)]
@@ -183,8 +180,7 @@ def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...],
 def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = ()) -> list[Row]:
     """A row for the runs of a monitor that differ in the seed alone, or are equal in the keys `by`; the best first.
 
-    Each row has the figures `names`, besides the score and the metrics of the runs. Raises InputError if no run has a
-    key of `by`.
+    Each row also has the figures `names`. Raises InputError if no run has a key of `by`.
     """
     for key in by:
         if not any(value_of(run, key) for run in runs):
@@ -234,10 +230,7 @@ def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
 
 
 def _samples(runs: Sequence[Run], name: str) -> list[float]:
-    """A figure of the runs that are done and have it. A run that was made twice with one seed is one sample.
-
-    A setting of which a job was pruned has none: the others were better.
-    """
+    """A figure of the runs that are done, once for equal runs; none for a setting with a pruned job."""
     items = {run: [*codes(run).items(), *settings(run).items()] for run in runs}
     shared = {run: frozenset(item for item in items[run] if not is_sample(item[0])) for run in runs}
     pruned = {shared[run] for run in runs if run.state == State.pruned}

@@ -208,10 +208,7 @@ def _base(config: DictConfig) -> dict[str, Any]:
 
 
 def _swept(words: list[str], of_hydra: list[str]) -> tuple[str, ...]:
-    """The keys that a line sweeps. Raises InputError if a key that all jobs share has several values.
-
-    `of_hydra` are the words for Hydra itself.
-    """
+    """The keys that a line sweeps. Raises InputError if a key that all jobs share has several values."""
     parsed = OverridesParser.create().parse_overrides(words)
     swept = {override.get_key_element(): override for override in parsed if override.is_sweep_override()}
     for key, override in swept.items():

@@ -21,10 +21,9 @@ from lockstep.core.safe_write import append
 from lockstep.launcher.processes import KILLED, Fresh, Process, forwarding
 from lockstep.records.ledger import Ledger, output_of, recorded
 from lockstep.records.record import Record
-from lockstep.runtime import signals
 from lockstep.runtime.forking import Fork, can_fork
 from lockstep.runtime.program import explain
-from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
+from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave, not_begun
 from lockstep.sweeps.devices import Devices, Needs, Share
 from lockstep.sweeps.view import SweepView
 
@@ -46,8 +45,7 @@ class SweepJob:
 class Pool:
     """The jobs of one call that wait and that run, at `most` so many at once; None is as many as fit.
 
-    `start` starts the process of a job on its share of the devices. `wait` waits for the sentinels of processes, for
-    some seconds at most.
+    `start` starts the process of a job on its share of the devices; `wait` waits for sentinels, for seconds at most.
     """
 
     def __init__(
@@ -75,9 +73,8 @@ class Pool:
     ) -> None:
         """Run all jobs, and `more` that follow the end of a job. One that fails or dies ends no other.
 
-        `enough` is asked again and again whether a running job has trained enough for now; then it saves, and has the
-        state `cut`. Raises Stopped after a signal, when every running job has saved its state; Interrupted after a
-        second SIGINT.
+        A running job that has trained `enough` for now saves, and has the state `cut`. Raises Stopped after a signal,
+        when every running job has saved its state; Interrupted after a second SIGINT.
         """
         waiting, stopping, self.has_killed = list(jobs), False, False
         with forwarding(self.send) as request:
@@ -141,7 +138,7 @@ class Pool:
         if code == 0:  # a fresh interpreter of an app that knows no ledger
             return self.ledger.end(record, State.done)
         if code == Stopped.exit_code:
-            error = str(signals.not_begun(Run(self.ledger.folder / record.folder).saved))
+            error = str(not_begun(Run(self.ledger.folder / record.folder).saved))
             return self.ledger.end(record, State.stopped, exit_code=code, error=error)
         if code == -signal.SIGKILL and self.has_killed:
             forced = Interrupted()
