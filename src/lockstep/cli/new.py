@@ -31,9 +31,8 @@ def new(project: str) -> None:
     if importlib.util.find_spec(name) is not None:
         raise InputError(f"there is a package {name} in this environment already; use another name")
     with storing(folder), tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{name}.") as temporary:
-        for source in sorted(
-            path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-        ):
+        sources = (path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        for source in sources:
             target = Path(temporary, name, *(part.replace(NAME, name) for part in source.relative_to(TEMPLATE).parts))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(source.read_text().replace(NAME, name))

@@ -1,7 +1,4 @@
-"""Keys in what earlier versions wrote: what they are called now, and what a run did before a newer key existed.
-
-Both stand at the field of the key, see `fields.with_history`.
-"""
+"""Keys in what earlier versions wrote: their present names, and what a run did before newer ones (`with_history`)."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping

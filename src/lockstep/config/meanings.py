@@ -1,8 +1,7 @@
 """What an option and its keys mean, read from the source of its class: for `--help` and the generated documents.
 
 The first paragraph of the docstring is the meaning of the option. The meaning of a key is the comment above its
-field or after it on its line, or its entry below `Fields:` in the docstring.
-Without one, it is the base class's.
+field or after it on its line, or its entry below `Fields:` in the docstring; or else the base class's.
 """
 
 import ast

@@ -86,10 +86,8 @@ class RunDir:
         while True:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = root / f"{stamp}-{slug(name)}-{secrets.token_hex(2)}"
-            try:
+            with suppress(FileExistsError):
                 return cls.at(path, new=True)
-            except FileExistsError:
-                continue
 
     @classmethod
     def provide(cls, folder: Path | None, root: Path, name: str) -> tuple[Self, list[Path]]:

@@ -1,7 +1,4 @@
-"""Chooses what is `auto` in a training by its initial weights, and then by the number of its images.
-
-`conf/experiment/photos.yaml` has the sources of the numbers.
-"""
+"""Chooses what is `auto` by the initial weights, then the number of images. Sources: conf/experiment/photos.yaml."""
 
 import math
 from contextlib import suppress

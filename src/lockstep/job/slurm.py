@@ -31,8 +31,6 @@ REASON_CHARACTERS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job to submit."""
-
     launcher: Slurm
     name: str
     command: tuple[str, ...]  # for each machine, without the run folder

@@ -35,8 +35,6 @@ Job = TypeVar("Job")  # the number of a job, or a name for the jobs of a setting
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A job of a sweep."""
-
     number: int  # in its sweep, from 0
     overrides: tuple[str, ...]
     folder: str

@@ -25,8 +25,6 @@ class Needs:
 
 @dataclass(frozen=True)
 class Share:
-    """The devices of one job."""
-
     gpus: tuple[str, ...] = ()  # as `CUDA_VISIBLE_DEVICES` names them
     cores: int = 0
     memory: int | None = None  # the bytes of its GPU that it has; None is the whole GPU

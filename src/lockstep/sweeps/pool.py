@@ -33,8 +33,6 @@ CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A job to run."""
-
     record: Record
     needs: Needs
     function: Callable[[], float | None]  # does the job, and returns its score
