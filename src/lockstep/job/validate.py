@@ -31,30 +31,26 @@ THREADS, THREADS_A_CORE = 1024, 16
 
 def check_effects(job: ResolvedJob) -> None:
     """Refuse a key that has no effect because of another key."""
-    model = job.model
+    model, train = job.model, job.train
     if model.compile_mode != "default" and not model.compile:
         raise InputError(
             f"model.compile_mode is {model.compile_mode}, but model.compile is false, so nothing is compiled; "
             "add model.compile=true, or remove model.compile_mode"
         )
-    balanced = job.train.sampling == "balanced"
+    balanced = train.sampling == "balanced"
     doubled = {
-        "init_from and model.pretrained=true both set the initial weights": (
-            job.init_from is not None and model.pretrained
-        ),
-        "train.sampling=balanced and loss.balanced=true both balance the classes": (balanced and job.loss.balanced),
-        "train.sampling=balanced and train.repeats both repeat examples in an epoch": (
-            balanced and job.train.repeats > 1
-        ),
-        "train.ema and train.swa_from both average the weights": job.train.ema and job.train.swa_from,
-        "train.size and train.sizes both choose the size of training": job.train.size and job.train.sizes,
+        "init_from and model.pretrained=true both set the initial weights": job.init_from and model.pretrained,
+        "train.sampling=balanced and loss.balanced=true both balance the classes": balanced and job.loss.balanced,
+        "train.sampling=balanced and train.repeats both repeat examples in an epoch": balanced and train.repeats > 1,
+        "train.ema and train.swa_from both average the weights": train.ema and train.swa_from,
+        "train.size and train.sizes both choose the size of training": train.size and train.sizes,
     }
     for sentence, applies in doubled.items():
         if applies:
             raise InputError(f"{sentence}; remove one of them")
-    if job.train.freeze_until is not None and not job.train.freeze:
+    if train.freeze_until is not None and not train.freeze:
         raise InputError(
-            f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
+            f"train.freeze_until is {train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
             "train.freeze=[backbone], or set train.freeze_until=null"
         )
     if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
@@ -63,19 +59,17 @@ def check_effects(job: ResolvedJob) -> None:
             f"budget.usd is {job.budget.usd:g}, but {reason}, so nothing has a price; use budget.hours"
             + ", or add cost.usd_per_gpu_hour=PRICE" * (job.device != "cpu")
         )
-    mixes = [alpha for alpha in (job.train.mixup, job.train.cutmix) if alpha]
+    mixes = [alpha for alpha in (train.mixup, train.cutmix) if alpha]
     unused = {
-        "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (job.train.ema is None),
-        "train.swa_from is null, so nothing is averaged": (
-            ("swa_every", "swa_images") * (job.train.swa_from is None)
-        ),
-        "train.erase is 0, so nothing is erased": ("erase_mode",) * (not job.train.erase),
-        "train.patience is null, so no run ends early": ("min_delta",) * (job.train.patience is None),
+        "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (train.ema is None),
+        "train.swa_from is null, so nothing is averaged": ("swa_every", "swa_images") * (train.swa_from is None),
+        "train.erase is 0, so nothing is erased": ("erase_mode",) * (not train.erase),
+        "train.patience is null, so no run ends early": ("min_delta",) * (train.patience is None),
         "train.mixup and train.cutmix are 0, so nothing is mixed": ("mix_by", "mix_prob", "mix_until") * (not mixes),
         "train.mixup and train.cutmix are not both on": ("mix_switch",) * (len(mixes) < 2),
     }
     for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
-        if (value := getattr(job.train, name)) != getattr(TrainBlock, name):
+        if (value := getattr(train, name)) != getattr(TrainBlock, name):
             raise InputError(f"train.{name} is {str(value).lower()}, but {reason}; remove it")
 
 
@@ -251,7 +245,7 @@ def _check_graph(job: ResolvedJob) -> None:
     if not job.train.cuda_graph:
         return
     strategy, optimizer = (type(part).__name__.lower() for part in (job.strategy, job.optimizer))
-    mode = job.model.compile_mode
+    mode, scales = job.model.compile_mode, job.precision.needs_loss_scaler
     looks_ahead = job.optimizer.lookahead is not None
     python_rate = (
         f"optimizer={optimizer} computes with its learning rate in Python, so each step would have the rate of the "
@@ -260,9 +254,7 @@ def _check_graph(job: ResolvedJob) -> None:
     several = f"under strategy={strategy} a step is more than the work of one device"
     obstacles = {
         f"{several}; use repro=exact strategy=single": not job.strategy.recordable,
-        "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16": (
-            job.precision.needs_loss_scaler
-        ),
+        "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16": scales,
         python_rate: not job.optimizer.recordable,
         "optimizer.lookahead adds to some steps alone, and a replay is the same in each; remove one": looks_ahead,
         f"this task logs {', '.join(figures_of(job.task))}, which no replay does; use another task": job.task.figures,
