@@ -134,7 +134,7 @@ class Checkpointer:
         return replace(self.card, step=progress["step"], scores=figures, averaged=averaged).metadata()
 
     def wait(self) -> None:
-        """Wait for the pending write. Warns of a first failure: an older one exists. Raises StorageError."""
+        """Wait for the pending write. A first failure is a warning. Raises StorageError if the run was removed."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None

@@ -303,7 +303,7 @@ def composing() -> Iterator[None]:
 def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
     """The overrides without the keys that a command does not use, so that it accepts the command of a run.
 
-    `who` says in a note what the command does. A key that ends with a dot is all that begin so. Raises InputError.
+    `who` tells what the command does. A key that ends with a dot is all that begin so. Raises InputError for none.
     """
     words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
     if not (ignored := [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]):
@@ -323,8 +323,9 @@ def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]
             check_word(word)
         config = _compose("config", words, with_hydra=True)
         if config.hydra.mode == RunMode.MULTIRUN:
-            sweep = "a sweep is `lockstep train -m ...`"
-            raise InputError(f"hydra.mode=MULTIRUN requests a sweep, expected one job; {sweep}")
+            raise InputError(
+                "hydra.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lockstep train -m ...`"
+            )
         HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
         yield to_dict(config), Invocation.current()
 

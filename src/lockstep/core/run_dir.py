@@ -277,7 +277,7 @@ def near_path(path: Path, words: Iterable[str] = ()) -> str:
 def pointed(path: Path, root: Path, key: str) -> Path:
     """The folder that a user's path names: the newest run for `latest`, the best job for `best`, job 3 for `SWEEP/3`.
 
-    `latest` alone is the newest run of `root`. Raises NewerFormat, and InputError, which `key` begins, for a slip.
+    `latest` alone is the newest run of `root`. Raises NewerFormat; InputError, with `key`, for a misspelt path.
     """
     folder = _pointed(path, root, key)
     check_folder(folder)

@@ -33,7 +33,7 @@ from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of,
 
 
 def create_run(resume: Resume, lock: Lock) -> tuple[AbstractContextManager[RunDir], ResolvedJob]:
-    """A context with the run folder of a job, which takes `lock`, and the job. Raises InputError, writing nothing."""
+    """The context of a job's run folder, and the job; takes `lock`. Raises InputError; nothing is written then."""
     if resume.folder is not None:
         lock_run_folder(resume.folder, lock)
     job = prepare(resume)
