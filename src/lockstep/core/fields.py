@@ -204,7 +204,10 @@ def choice(default: Any, *values: Any) -> Any:
 def duration(
     default: Any, *, zero: bool = False, timed: bool = False, unit: str = "steps", words: tuple[str, ...] = ()
 ) -> Any:
-    """A field for steps, epochs or a share; `zero` allows 0, `timed` a time (10min); `unit` is of a bare number."""
+    """A field for steps, epochs or a share of the run. `zero` also allows 0, `timed` also a time such as `10min`.
+
+    `unit` is what a number alone counts; `words` are texts that are also allowed, such as `auto`.
+    """
     low = "from 0 to" if zero else "above 0 and at most"
     time = ", a time (10min)" * timed
 
