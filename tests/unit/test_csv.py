@@ -46,6 +46,8 @@ def test_a_table_has_paths_labels_and_splits(root: Path) -> None:
     assert (levels(table.train()), table.train().labels.tolist()) == ([10, 20], [0, 1])
     assert (levels(table.eval()), table.eval().labels.tolist()) == ([30], [1])
     assert "cat" in table.notes()[0]
+    apart = source(root, *(line for pair in zip(LINES, [""] * 4, strict=True) for line in pair))
+    assert (levels(apart.train()), levels(apart.eval())) == ([10, 20], [30]), "with empty lines between them"
 
 
 @pytest.mark.parametrize("between", [";", "\t", ", "])

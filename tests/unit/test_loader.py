@@ -135,6 +135,11 @@ def test_the_images_of_a_step_are_those_of_its_own_reader() -> None:
         assert torch.equal(later.global_batch(shard.step).images, shard.images)
         images = shard.images if shard.step <= 2 else 255 - shard.images
         assert torch.equal(images, whole.global_batch(shard.step).images)
+    for (_, one), (_, other) in zip(*(of.one_by_one(torch.arange(50), 0) for of in (whole, later)), strict=True):
+        assert torch.equal(other.images, one.images if one.steps[0].step <= 2 else 255 - one.images)
+    for epoch in (0, 1):  # read at its end
+        pairs = zip(*(of.blocks_of_epoch(epoch, 3) for of in (whole, later)), strict=True)
+        assert all(torch.equal(other.images, 255 - one.images) for one, other in pairs)
 
 
 @pytest.mark.parametrize("order_of", [None, lambda epoch: 50 * (epoch + 1) + torch.arange(50).flip(0)])

@@ -94,6 +94,18 @@ def test_of_several_images_of_a_key_the_one_with_the_fewest_dots_is_the_sample_i
         assert levels(WebDataset(path=str(folder), decode_size=8), [0]) == [20], names
 
 
+def test_the_suffix_begins_behind_the_folders_whatever_dots_they_have(tmp_path: Path) -> None:
+    files = {
+        f"v1.{number}/a__{suffix}": content
+        for number in (1, 2)
+        for suffix, content in (("png", png(10 * number)), ("cls", b"%d" % number))
+    }
+    for split in ("train", "val"):
+        shard(tmp_path / f"{split}.tar", **files)
+    source = WebDataset(path=str(tmp_path), decode_size=8)
+    assert (levels(source, [0, 1]), source.train().labels.tolist()) == ([10, 20], [0, 1])
+
+
 def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
     files = {f"{number:02}__png": png(number) for number in range(10)}
     files |= {f"{number:02}__cls": b"cat" for number in range(10)}

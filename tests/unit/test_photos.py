@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_dtype
 
@@ -20,6 +21,7 @@ from helpers import ROOT, decoded, preprocessing
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.files import FileSplit
+from lockstep.data.datasets.photos import HEIC_BRANDS
 from lockstep.inference.images import stored_image
 
 REAL = ROOT.parent / "shared" / "data" / "imagenet_samples.tar.gz"
@@ -286,6 +288,26 @@ def test_a_photo_is_turned_upright(tmp_path: Path, name: str, orientation: int) 
     assert np.abs(difference).max() <= 1
     by_path, *by_others = ways(tmp_path / name).values()
     assert all((pixels.int() - by_path.int()).abs().max() <= 1 for pixels in by_others)
+
+
+def test_a_png_is_turned_by_a_note_of_any_kind(tmp_path: Path) -> None:
+    (exif := Image.Exif())[ORIENTATION] = 6
+    raw = exif.tobytes().removeprefix(b"Exif\0\0")
+    profile = f"\nexif\n{len(raw) + 6:8}\n{(b'Exif' + bytes(2) + raw).hex()}\n"
+    texts = {"XML:com.adobe.xmp": '<x tiff:Orientation="6"/>', "Raw profile type exif": profile, "Comment": "none"}
+    for key, text in texts.items():
+        (notes := PngInfo()).add_text(key, text)
+        COLOURS.resize((48, 32)).save(tmp_path / "a.png", pnginfo=notes)
+        file, expected = ImageFile.read(tmp_path / "a.png"), by_pillow(tmp_path / "a.png")
+        assert (file.height, file.width) == expected.shape[1:] == ((32, 48) if key == "Comment" else (48, 32))
+
+
+@pytest.mark.parametrize("brand", HEIC_BRANDS)
+def test_a_photo_of_every_brand_of_heic_is_read(tmp_path: Path, brand: bytes) -> None:
+    """Phones write the brands of ten bits, of several images and of bursts, too."""
+    content = write("heic", tmp_path).read_bytes()
+    assert content[8:12] == b"heic"
+    assert ImageFile.of(content[:8] + brand + content[12:]).decoder is not None
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1)])

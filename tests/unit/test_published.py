@@ -17,6 +17,7 @@ from timm.models import adapt_input_conv
 import lockstep
 from helpers import records, train_here
 from lockstep.core.errors import InputError
+from lockstep.core.fields import INTERPOLATIONS
 from lockstep.models import Timm, zoo
 
 NAME = "resnet18.a1_in1k"
@@ -117,6 +118,7 @@ def test_all_weights_of_timm_are_evaluated_on_a_part_of_a_stored_image() -> None
     assert len(crops) > 1000
     assert {name: crop for name, crop in crops.items() if not 0.5 < crop <= 1} == {}
     assert crops["volo_d5_512.sail_in1k"] == 1, "of 1.15"
+    assert {trained.interpolation for trained in inputs.values() if trained is not None} == {*INTERPOLATIONS}
 
 
 def test_weights_of_a_revision_are_not_those_of_another(cache: Path) -> None:

@@ -144,6 +144,8 @@ NAMES = ['röt "x"', "синий", "it's, ok", "a\\b"]
 def test_names_in_lists_are_those_that_python_and_json_wrote() -> None:
     assert split_text(json.dumps(NAMES), ";") == split_text(json.dumps(NAMES, ensure_ascii=False), ";") == NAMES
     assert split_text(str(NAMES[:3]), ";") == NAMES[:3]
+    for separator in ";, ":
+        assert split_text(f"['a{separator}b', 'c']", separator) == [f"a{separator}b", "c"]
     assert [split_text(empty, ";") for empty in ("[]", "()", "{}", "set()", "")] == [[]] * 5
     assert [split_text(name, "/") for name in ("(cat)", "{'a': 1}")] == [["(cat)"], ["{'a': 1}"]]
 

@@ -74,6 +74,8 @@ def test_all_weights_were_evaluated_on_a_part_of_a_stored_image() -> None:
     tagged = [name for model in models_of(TORCHVISION) for name in tagged_names(f"{TORCHVISION}.{model}")]
     options = {name: Torchvision(name=name.partition(".")[2]) for name in tagged}
     assert all(option.name == f"{option.architecture}.{option._weights.name}" for option in options.values())
+    for option in options.values():
+        assert option.trained_input().interpolation == option._weights.transforms().interpolation.value
     crops = {name: option.trained_input().eval_crop for name, option in options.items()}
     assert len(crops) > 100
     assert {name: crop for name, crop in crops.items() if not 0.8 < crop <= 1} == {}
