@@ -149,11 +149,11 @@ def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
 
 @pytest.mark.parametrize("number", [*FULL, errno.EACCES])
 def test_every_error_of_a_full_disk_is_told_as_one_and_no_other(number: int) -> None:
-    told = messages.translate(OSError(number, "odd", "outputs/run"))
-    assert (told is not None) == (number in FULL)
-    if told is not None:
-        assert type(told) is StorageError
-        assert str(told) == "outputs/run cannot be written (odd); free space there"
+    translated = messages.translate(OSError(number, "odd", "outputs/run"))
+    assert (translated is not None) == (number in FULL)
+    if translated is not None:
+        assert type(translated) is StorageError
+        assert str(translated) == "outputs/run cannot be written (odd); free space there"
 
 
 def test_an_error_is_shown_line_by_line_and_only_the_users_is_translated(capsys: pytest.CaptureFixture[str]) -> None:
