@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,3 +155,18 @@ def test_a_stop_ends_it_without_a_word_while_pages_are_made_and_while_nobody_rea
         wait_for((tmp_path / "run" / "asked").exists)
         process.send_signal(getattr(signal, f"SIG{name}"))
         assert result(process, timeout=60) == Done(0, "", "")
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_page_of_a_sweep_renews_itself_while_a_job_may_change(state: State, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(swept=("a",), words=("a=1",)))
+    (record,) = ledger.enter([(("a=1",), "a")])
+    (tmp_path / record.folder).mkdir()
+    record = ledger.start(record) if state is State.running else record
+    dead = {"host": socket.gethostname(), "pid": 1, "born": "another"}  # the process had this number once
+    written = State.running if state is State.killed else state
+    ledger.write(replace(record, state=written, **(dead if state is State.killed else {})))
+    server = WatchServer(tmp_path, 0)
+    with closing(server.socket):
+        assert ('http-equiv="refresh"' in server.page("/")) == (state in (State.waiting, State.running))

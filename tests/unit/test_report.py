@@ -25,14 +25,14 @@ from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.tags import TAGS, Figure, Monitor, chosen_on_itself
+from lockstep.core.tags import TAGS, Direction, Figure, Monitor, chosen_on_itself
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record
 from lockstep.report.charts import CURVE_POINTS, MOST_CURVES, _axis, charts, line_chart
 from lockstep.report.listener import LONG_S, is_due
 from lockstep.report.report import report
 from lockstep.report.run_page import write_report
-from lockstep.report.sweep_page import _curves, _importance, write_sweep_report
+from lockstep.report.sweep_page import _curves, _facts, _importance, write_sweep_report
 from lockstep.telemetry import pictures
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7919 * 7907 }}$\\frac{&amp;\u202e日本語"
@@ -593,6 +593,21 @@ def test_a_key_counts_by_the_jobs_of_its_values_and_one_of_as_many_values_as_job
     ]
     ((key, share),) = _importance(records, ["a", "b"])
     assert (key, share) == ("a", pytest.approx(12 / 14))
+
+
+@pytest.mark.parametrize(
+    ("direction", "order"), [(Direction.maximize, "2031"), (Direction.minimize, "3021")], ids=str
+)
+def test_the_jobs_of_a_page_come_best_first_and_those_without_a_score_last(
+    direction: Direction, order: str, tmp_path: Path
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(swept=("a",), words=("a=1,2,3,4",), direction=direction))
+    records = ledger.enter([((f"a={number}",), "a") for number in range(4)])
+    for record, score in zip(records, (0.5, None, 0.75, -0.25), strict=True):
+        (tmp_path / record.folder).mkdir()
+        ledger.end(ledger.start(record), State.failed if score is None else State.done, objective=score)
+    assert "".join(cells[0] for _, cells in _facts(ledger)["jobs"]) == order
 
 
 def test_a_sweep_costs_what_all_of_its_jobs_cost(tmp_path: Path) -> None:
