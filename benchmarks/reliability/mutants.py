@@ -393,6 +393,36 @@ strategy/zero.py: groups and the ranks in a group are swapped [options_of_strate
 stochastic/functions.py: blocks of oblong images have height and width swapped [keyed_functions]
 - tall, wide = min(layer.block_size, height), min(layer.block_size, width)
 + tall, wide = min(layer.block_size, width), min(layer.block_size, height)
+training/build_data.py: the boxes of a later size are cut for the first one [train_size]
+- {start: cropping_to(size) for start, size in
++ {start: cropping_to(data.transforms.train_sizes[0]) for start, size in
+training/moments.py: a stop on another rank than main has no reason [moments]
+- next(reason for reason in run.world.gather(run.reason) if reason)
++ run.world.gather(run.reason)[0]
+training/objects.py: a loss of the user's is changed, and not a copy of it [own_parts]
+- return copy.deepcopy(loss) if isinstance(loss, nn.Module) else FunctionLoss(loss)
++ return loss if isinstance(loss, nn.Module) else FunctionLoss(loss)
+training/own_losses.py: a loss of the user's that is negative is refused [own_parts]
+- float(whole.detach().abs().nan_to_num(0).max())
++ float(whole.detach().nan_to_num(0).max())
+telemetry/loggers.py: a resume from an evaluated step removes the evaluation from metrics.jsonl [records_of_resumes]
+- return JsonLines(run.run_dir.metrics, run.after)
++ return JsonLines(run.run_dir.metrics, run.step)
+telemetry/meter.py: a task's figure of a step that a stop interrupted counts twice [metrics]
+- for entry in self.unlogged if entry[0] <= after]
++ for entry in self.unlogged]
+telemetry/pictures.py: the counts in the picture of a confusion matrix are transposed [sinks]
+- str(counts[label, other]), fill=colour
++ str(counts[other, label]), fill=colour
+telemetry/progress.py: times are shown in UTC, and not in the zone of the machine [display]
+- time.localtime(seconds)
++ time.gmtime(seconds)
+report/bundle.py: a secret of a sweep's job is not hidden in the bundle [bundle]
+- Run(place).overrides] for place in places)])]
++ Run(place).overrides] for place in places[:1])])]
+report/sweep_page.py: where less is better, jobs without a score come before the best one [report]
+- key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
++ key=lambda job: -monitor.direction.gain(job.score or 0.0))
 """
 
 
