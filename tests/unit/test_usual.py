@@ -83,6 +83,10 @@ def test_the_usual_rate_fits_the_optimizer_and_the_batch() -> None:
         ("model=vit_base_patch16_384 model.pretrained=true", (384, None, 1.0)),
         ("model=vit_base_patch16_384 model.pretrained=true dataset.input_size=224", (256, 224, 1.0)),
         ("model=vit_base_patch16_384", (256, 224, 0.875)),
+        (
+            "dataset.input_size=null dataset.decode_size=96 model=resnet50.a1_in1k model.pretrained=true",
+            (96, None, 0.95),
+        ),
         # timm's `Resize` to the size / 0.875, and its centre.
         ("dataset.input_size=[384,128]", ([438, 146], [384, 128], 0.875)),
         ("dataset.input_size=[384,128] dataset.crop=1", ([384, 128], [384, 128], 1.0)),
