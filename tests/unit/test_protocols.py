@@ -65,3 +65,10 @@ def test_defaults_of_a_protocol_do_what_it_says() -> None:
     assert plain("strategy")().grad_divisor(World.solo()) == 1
     assert plain("model", channels_last=True)().memory_format is torch.channels_last
     assert plain("optimizer")().algorithm == "Own"
+
+
+def test_a_data_set_is_fetched_with_all_its_splits() -> None:
+    names = list[str]()
+    splits = {name: lambda self, name=name: names.append(name) for name in ("train", "eval", "test")}
+    plain("dataset", **splits)().prepare()
+    assert names == [*splits]
