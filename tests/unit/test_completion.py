@@ -16,7 +16,7 @@ from helpers import ROOT, command, composed, forked, train
 from lockstep.config import components
 from lockstep.config.command_line import answered
 from lockstep.config.hydra_versions import initialize_config_dir
-from lockstep.config.options import TIMM, model_of, models_of
+from lockstep.config.options import TIMM, model_of, models_of, tagged_names
 from lockstep.models import Timm
 
 QUERY = ("-sc", "query=bash")
@@ -47,6 +47,16 @@ def test_a_shell_is_answered(tmp_path: Path) -> None:
     assert "dataset.path=./photos" in paths
     for line, completed in (("lockstep e", ["evaluate", "export"]), ("lockstep evaluate ", [])):
         assert forked("lockstep", *QUERY, cwd=tmp_path, COMP_LINE=line).out.split() == completed
+
+
+@pytest.mark.parametrize(("shell", "gap"), [("bash", " "), ("zsh", " "), ("fish", "\n")])
+def test_a_shell_gets_the_names_apart_as_it_reads_them(
+    shell: str, gap: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", "lockstep train model=resnet50d.")
+    assert answered(["lockstep", "-sc", f"query={shell}"])
+    assert capsys.readouterr().out == gap.join(f"model={name}" for name in tagged_names("resnet50d")) + "\n"
+    assert len(tagged_names("resnet50d")) > 1
 
 
 class Shell:

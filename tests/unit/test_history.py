@@ -70,10 +70,12 @@ def test_a_field_has_its_history_and_its_rule() -> None:
 
 def test_an_old_name_becomes_the_present_one_with_a_note(renamed: list[str]) -> None:
     words = ["optimizer.rate=8", "+train.mix=0.1", "train.mixup=0.2", "~optimizer.rate", "model=digitnet", "-m"]
+    words += ["train.mix=train.mix"]
     present = ["optimizer.lr=8", "+train.mixup=0.1", "train.mixup=0.2", "~optimizer.lr", "model=digitnet", "-m"]
+    present += ["train.mixup=train.mix"]  # a value is the user's
     assert present_words(words) == composition.typed_words(words[:0]) + present
     assert renamed[0] == "optimizer.rate is now optimizer.lr, and goes with Lockstep 2.0"
-    assert len(renamed) == 3
+    assert len(renamed) == 4
     assert present_key("metric.mine.channels") == "metric.mine.channels"
     stored = {"optimizer": {"_target_": "x", "rate": 8}, "train": {"mix": 0.1}, "epochs": 3}
     assert present_values(stored) == {"optimizer": {"_target_": "x", "lr": 8}, "train": {"mixup": 0.1}, "epochs": 3}

@@ -120,6 +120,11 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     extensions.active.cache_clear()
 
 
+def test_an_extension_has_its_own_modules_and_none_whose_name_begins_alike() -> None:
+    modules = {"mine": True, "mine.nets": True, "mine2": False, "mine_too.nets": False, "yours.mine": False}
+    assert {name: Extension("mine", "named", Path()).has(name) for name in modules} == modules
+
+
 def test_the_error_of_an_extension_is_placed_at_the_deepest_line_of_its_own(
     packages: list[str], tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from lockstep.core.figures import Predictions
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import check_out, write_atomic
+from lockstep.core.safe_write import absent, check_out, remove_empty, write_atomic
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import pack_source
 from lockstep.data.transforms.augment import NoAugment
@@ -203,6 +203,21 @@ def test_a_folder_in_the_place_of_a_file_is_a_storage_error_and_stays(tmp_path: 
     with pytest.raises(StorageError, match=r"file cannot be written \(Is a directory\)"):
         write_atomic(tmp_path / "file", "x")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_folders_that_were_absent_are_removed_again_unless_somebody_uses_them(tmp_path: Path) -> None:
+    paths = [tmp_path / "runs" / "sweeps" / "one", tmp_path / "runs" / "other"]
+    for user, left in (
+        (None, []),
+        (tmp_path / "runs" / "sweeps" / "file", ["runs", "runs/sweeps", "runs/sweeps/file"]),
+    ):
+        new = absent(*paths)
+        for path in paths:
+            path.mkdir(parents=True)
+        if user is not None:
+            user.touch()
+        remove_empty(new)
+        assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == left
 
 
 def test_only_what_a_full_disk_raises_becomes_a_storage_error(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def test_a_weight_or_a_buffer_that_is_not_finite_is_found(value: float) -> None:
 def test_a_buffer_that_is_infinite_by_design_must_still_be_a_number() -> None:
     model = nn.BatchNorm1d(3)
     model.register_buffer("bound", torch.tensor(float("inf")))
+    model.register_buffer("bounds", torch.tensor([1.0, -float("inf")]))
     infinite = infinite_buffers(model)
+    assert infinite == {"bound", "bounds"}
     check_finite(model, World.solo(), 7, infinite)
     for name, value in (("bound", float("nan")), ("running_var", float("inf")), ("weight", float("inf"))):
         broken = copy.deepcopy(model)
