@@ -6,9 +6,10 @@ import pytest
 
 from helpers import built, resolved
 from lockstep.core.errors import InputError
+from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
 from lockstep.job import resolve, validate
-from lockstep.job.validate import check_job, check_threads
+from lockstep.job.validate import check_job, check_threads, named_objects
 from lockstep.job.validate_with_data import _needs, check_memory
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.training.resolved_job import plan_of
@@ -176,6 +177,19 @@ def test_a_model_is_there_once_for_each_rank_and_with_its_gradients_on_a_cpu(
     job = resolved("device=cpu", "launcher=spawn", f"launcher.ranks={ranks}")
     check_memory(replace(job, device=device), plan(10))
     assert counted == [copies]
+
+
+def test_each_callback_of_a_program_has_a_name_of_its_own() -> None:
+    class Watch(Callback):
+        """One of several."""
+
+    class Look(Watch):
+        """Another class."""
+
+    callbacks = [Watch(), Look(), Watch(), Watch(), Look()]
+    named = named_objects(resolved("device=cpu"), callbacks)
+    assert [*named] == ["Watch", "Look", "Watch2", "Watch3", "Look2"]
+    assert all(own is callback for own, callback in zip(named.values(), callbacks, strict=True))
 
 
 def test_a_launcher_of_one_rank_is_not_asked_for_two() -> None:
