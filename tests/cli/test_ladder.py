@@ -262,6 +262,14 @@ def finished(folder: Path, rate: float, losses: dict[int, float], **facts: objec
     return Run(folder)
 
 
+def test_a_figure_of_zero_is_a_figure(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"time": {"communication": 0.0}, "objective": 0.0, "gpu_memory": 0}
+    turns = [finished(tmp_path / name, 100, {1: 4.0}, **facts) for name in "ab"]
+    row = row_of("DDP", turns, None, devices=2, lines=0, reason="")
+    figures = ("communication", "top1", "memory_gb", "difference", "spread")
+    assert [row[name] for name in figures] == [0, 0, 0, 0, 0]
+
+
 def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from helpers import losses, train_here
 from hydra_plugins.lockstep.sweeps import RAY_CONFIG
 from lockstep.core.errors import InputError
 from lockstep.records.ledger import Ledger
-from lockstep.sweeps.ray_launcher import RayLauncher
+from lockstep.records.record import Record
+from lockstep.sweeps.devices import Needs
+from lockstep.sweeps.pool import SweepJob
+from lockstep.sweeps.ray_launcher import RayLauncher, RayTask
 from processes import PATIENCE, background, close, ended, processes, wait_for
 
 JOB = ("model=linear", "optimizer=sgd", "device=cpu", "steps=1500", "schedule=constant", "launcher.threads=1")
@@ -117,3 +121,23 @@ def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path: Path, address: s
     with pytest.raises(InputError, match=rf"Ray cannot be reached at {address} \(.*refused.*ray start --head"):
         launcher(address=address)._launch(Ledger(tmp_path), [["seed=1"]], 0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "least"), [(0, {"num_gpus": 0, "num_cpus": 3}), (1, {"num_gpus": 1, "num_cpus": 1})]
+)
+def test_a_task_has_the_devices_the_retries_and_the_name_of_its_job(
+    gpus: int, least: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[dict[str, Any]] = []
+
+    def remote(**options: Any) -> Any:
+        tasks.append(options)
+        return lambda function: SimpleNamespace(remote=lambda *arguments: "sentinel")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(remote=remote))  # type: ignore[arg-type]
+    for wanted_gpus in (gpus, 4 * gpus):  # no job gets more than the largest node has
+        record = Record(number=0, overrides=(), folder="000-a")
+        job = SweepJob(record, Needs(gpus=wanted_gpus, cores=9), lambda: None, ())
+        RayTask(Ledger(tmp_path), job, Needs(gpus=1, cores=3), 7)
+    assert tasks == [{**least, "max_retries": 7, "name": "000-a"}] * 2

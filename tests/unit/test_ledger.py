@@ -41,7 +41,7 @@ from lockstep.records.runs import JobRun, read_jobs
 from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END, STOPPED_EARLY
-from lockstep.sweeps import search
+from lockstep.sweeps import pool_launcher, search
 from lockstep.sweeps.devices import Devices, Needs, Share
 from lockstep.sweeps.line import choose_folder, sweep_of_line
 from lockstep.sweeps.pool import CONTEXT_BYTES, Pool, SweepJob, memory_of_job, to_run
@@ -980,6 +980,38 @@ def test_a_strict_strategy_makes_another_sweep_as_repro_does(tmp_path: Path) -> 
     assert choose_folder(line(tmp_path)).folder == exact
     for words in (["strategy=strict"], ["repro=strict"], ["repro=strict", "strategy=strict"]):
         assert choose_folder(line(tmp_path, *words)).folder == strict, words
+
+
+def test_a_search_and_all_combinations_are_two_sweeps(tmp_path: Path) -> None:
+    sweepers: dict[str, tuple[str, ...]] = {"grid": (), "search": ("hydra/sweeper=optuna",)}
+    folders = {
+        name: choose_folder(line(tmp_path, *words, f"hydra.sweep.dir={tmp_path}/sweeps/{name}")).folder
+        for name, words in sweepers.items()
+    }
+    for name, words in (*sweepers.items(), ("grid", ("hydra/sweeper=basic",))):
+        assert choose_folder(line(tmp_path, *words)).folder == folders[name], words
+
+
+@pytest.mark.parametrize(
+    ("values", "seeds", "is_refused"), [(1, 1, True), (1, 3, True), (2, 1, False), (2, 3, False), (3, 1, False)]
+)
+def test_a_halving_needs_as_many_settings_as_it_compares(
+    values: int, seeds: int, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [[f"lr={value}", f"seed={seed}"] for value in range(values) for seed in range(seeds)]
+    launcher: Any = pool_launcher.PoolLauncher(None, 0, 1, "maximize")
+    launcher.planned = {tuple(words): (None, Needs()) for words in jobs}
+    launcher.halving, launcher.retry, launcher.devices = 2, False, Devices([], 4)
+    monkeypatch.setattr(launcher, "_number", lambda *numbers: None)
+    monkeypatch.setattr(pool_launcher, "words_of_job", list)
+    if is_refused:
+        with pytest.raises(
+            InputError, match=r"sweep\.halving=2 keeps the best one of 2 jobs, .* this line has 1; add"
+        ):
+            launcher._enter(begun(tmp_path), jobs, 0)
+    else:
+        _, entered = launcher._enter(begun(tmp_path), jobs, 0)
+        assert [job.record.number for job in entered] == [*range(len(jobs))]
 
 
 SAME_RUNS = ("telemetry.report=never", "cost.usd_per_gpu_hour=2", "strategy=fsdp", "launcher.threads=1", "name=other")
