@@ -119,7 +119,7 @@ def test_a_profile_has_the_steps_in_the_middle_of_a_few_or_those_behind_the_firs
 
 
 def test_a_resumed_run_has_a_profile_of_the_steps_that_are_left(tmp_path: Path) -> None:
-    job = ("model=linear", "steps=12", "batch=50", "telemetry.profile=true")
+    job = ("model=linear", "steps=12", "batch=50")
     train_here(tmp_path / "run", *job, stop_at=9)
-    run = train_here(tmp_path / "run", *job)
+    run = train_here(tmp_path / "run", *job, "telemetry.profile=true")
     assert (run.logs / "profile" / "operators.txt").is_file()

@@ -20,7 +20,7 @@ from lockstep.core.rng import permutation
 from lockstep.core.world import World
 from lockstep.data.datasets import Fake
 from lockstep.data.loading.loaders import Resident
-from lockstep.data.loading.shards import Loader
+from lockstep.data.loading.shards import IGNORE_INDEX, Loader
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import CrossEntropy, MaskedLoss
@@ -36,7 +36,7 @@ from lockstep.training.averages import EMA
 from lockstep.training.experiment import inputs_of
 from lockstep.training.network import Freezing
 from lockstep.training.train_state import Progress, TrainState
-from lockstep.training.train_step import TrainStep
+from lockstep.training.train_step import StepListener, TrainStep
 from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
 
@@ -590,3 +590,13 @@ def test_the_average_of_the_weights_decides_where_there_is_one(label: int, avera
     trainer.evaluate(1)
     assert trainer.progress.best == pytest.approx(ACCURACY[averaged])
     assert scored.classes == [averaged] * (2 * len(SOURCE.eval().labels)), "scores and predictions are of it alone"
+
+
+@pytest.mark.parametrize("broken", [[], [1], [0, 2]])
+def test_a_figure_of_a_task_is_zero_for_broken_images(broken: list[int]) -> None:
+    step, values = trainer_of(network(), World.solo()).step, torch.tensor([5.0, 6.0, 7.0])
+    labels = torch.tensor([IGNORE_INDEX if number in broken else 1 for number in range(3)])
+    logged: dict[str, list[float]] = {}
+    step.listener = StepListener(log=lambda name, counted: logged.update({name: counted.tolist()}))
+    step.log(labels, "my_figure", values)
+    assert logged == {"my_figure": [0.0 if number in broken else 5.0 + number for number in range(3)]}
