@@ -57,6 +57,12 @@ def test_what_is_typed_is_kept_and_every_choice_is_said(missing: str) -> None:
     assert (typed.epochs, typed.train.ema, typed.train.freeze, typed.starts_trained) == (3, None, ["conv1"], False)
 
 
+def test_of_a_run_in_steps_no_epochs_are_chosen(missing: str) -> None:
+    lines = auto_training.notes(built(*RECIPE, "steps=5"), chosen("steps=5", images=80), 80)
+    assert "train.ema=0.99" in lines[-1]
+    assert not [line for line in lines if " epochs=" in line]
+
+
 def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> None:
     start = auto_training.by_weights(replace(built(*RECIPE), init_from="file.safetensors"), None)
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, InputError, first_of, shown
+from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, SHOWN_DIGITS, InputError, first_of, shown
 from lockstep.core.figures import number_or_text
 from lockstep.core.launch_env import launched_place
 from lockstep.core.model import best_classes, head_layers, log_odds, model_mode, within
@@ -37,6 +37,7 @@ from lockstep.runtime.commands import ending
 from lockstep.runtime.host import format_bytes
 from lockstep.runtime.program import LONGEST_LINE
 
+LONG_NUMBER = "a number of more than 30 digits"
 PLAN: dict[str, Any] = {"epochs": 1, "total_steps": None, "log_every": 1, "eval_every": 1, "save_every": 1}
 
 
@@ -176,6 +177,9 @@ def test_a_value_is_cut_behind_the_most_characters() -> None:
     texts = {number: shown("x" * (number - 2)) for number in (SHOWN_CHARACTERS, SHOWN_CHARACTERS + 1)}
     assert texts[SHOWN_CHARACTERS] == f"'{'x' * (SHOWN_CHARACTERS - 2)}'"
     assert texts[SHOWN_CHARACTERS + 1] == f"'{'x' * (SHOWN_CHARACTERS - 4)}..."
+    for sign in (1, -1):
+        numbers = {10**SHOWN_DIGITS - 1: str(sign * (10**SHOWN_DIGITS - 1)), 10**SHOWN_DIGITS: LONG_NUMBER}
+        assert {number: shown(sign * number) for number in numbers} == numbers
 
 
 def test_a_range_of_machines_grows_up_to_the_most_and_their_numbers_end_below_it() -> None:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import psutil
 import pytest
+import torch
 
 from lockstep.core.errors import InputError
 from lockstep.core.native_threads import LEAST_ADDRESS_SPACE, check_address_space
@@ -90,6 +91,8 @@ def test_the_memory_is_what_the_nearest_limit_leaves(
     free = psutil.virtual_memory().available
     assert host.available_memory() == pytest.approx(min(left, free), rel=0.2)
     assert host.free_memory(World.solo()) == pytest.approx(min(left, free) / 1e9, rel=0.2)
+    rank = World(rank=5, size=8, local_rank=1, local_size=2, device=torch.device("cpu"))
+    assert host.free_memory(rank) == pytest.approx(min(left, free) / 2e9, rel=0.2)
 
 
 @pytest.mark.parametrize(

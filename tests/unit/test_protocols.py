@@ -72,3 +72,14 @@ def test_a_data_set_is_fetched_with_all_its_splits() -> None:
     splits = {name: lambda self, name=name: names.append(name) for name in ("train", "eval", "test")}
     plain("dataset", **splits)().prepare()
     assert names == [*splits]
+
+
+@pytest.mark.parametrize("group", ["callback", "schedule"])
+def test_each_object_of_an_option_has_lists_and_dictionaries_of_its_own(group: str) -> None:
+    annotations = {"__annotations__": {"steps": list[int], "names": dict[str, int]}}
+    own = plain(group, steps=[1], names={"a": 1}, **annotations)
+    one, other = own(), own()
+    assert one == other
+    one.steps.append(2)
+    one.names["b"] = 2
+    assert (other.steps, other.names, own().steps, own().names) == ([1], {"a": 1}, [1], {"a": 1})

@@ -153,6 +153,19 @@ def test_stages_have_their_own_layers_and_pass_on_activations_and_gradients(monk
     assert all(torch.equal(gradient, gradients[name]) for name, gradient in (of_first | of_last).items())
 
 
+def test_a_frozen_layer_is_frozen_on_the_ranks_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(model: nn.Module) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+    def staged(world: World) -> dict[str, bool]:
+        become_stage(model := copy.deepcopy(whole), cut(whole, IMAGES, 2, ["second"]), world)
+        return trained(model)
+
+    whole = Network("plain")
+    whole.first.requires_grad_(False)
+    assert ThreadRanks(2, monkeypatch).run(staged) == [trained(whole)] * 2
+
+
 def test_a_model_whose_shapes_depend_on_numbers_is_refused() -> None:
     with pytest.raises(InputError, match=r"this model's depend on numbers \(.*\); use strategy=fsdp"):
         Pipeline().shard(Network("constant"), world(1, 2), FP32(), IMAGES)
