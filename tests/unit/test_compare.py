@@ -22,6 +22,7 @@ from scipy.stats import ttest_ind
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+import lockstep
 from lockstep.config import components
 from lockstep.config.options import value_text
 from lockstep.core import console, log
@@ -117,6 +118,17 @@ def test_a_condition_takes_a_number_in_any_form_and_not_the_number_itself(number
     for sign, value in (("<", limit - 1), (">", limit + 1)):
         fits = [_fits({"lr": of}, f"lr{sign}{number}", {"lr"}) for of in (value, limit, 2 * limit - value)]
         assert fits == [True, False, False]
+
+
+def test_a_program_has_each_argument_of_the_commands(swept: Ledger, capsys: CAPSYS) -> None:
+    folder, usual = str(swept.folder), {"by": [], "sort": None, "columns": []}
+    for options in ({"by": ["seed"]}, {"sort": "optimizer.lr"}, {"columns": ["started"]}, {}):
+        compare([folder], **{**usual, **options}, form="json")  # type: ignore[arg-type]
+        assert lockstep.compare(folder, **options) == json.loads(table(capsys))  # type: ignore[arg-type]
+    usual = {"filters": [], "sort": "when", "columns": []}
+    for options in ({"filters": ["seed=1"]}, {"sort": "score"}, {"columns": ["started"]}, {}):
+        runs(folder, **{**usual, **options}, form="json")  # type: ignore[arg-type]
+        assert lockstep.runs(folder, **options) == json.loads(table(capsys))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -253,9 +265,10 @@ def test_rows_are_sorted_and_grouped_by_any_key(swept: Ledger, capsys: CAPSYS) -
 def test_runs_of_several_folders_are_compared_once_each(swept: Ledger, tmp_path: Path, capsys: CAPSYS) -> None:
     alone = run(tmp_path / "alone", "optimizer.lr=0.1", "seed=7", score=93.0)
     job = swept.folder / swept.records()[0].folder
-    compare([str(swept.folder), str(alone), str(job)], by=[], sort=None, form="json")
+    paths = [swept.folder, alone, job, alone / ".." / alone.name, os.path.relpath(job)]
+    compare([*map(str, paths)], by=[], sort=None, form="json")
     best = json.loads(table(capsys))[0]
-    assert (best["optimizer.lr"], best["done"]) == (0.1, 4)
+    assert (best["optimizer.lr"], best["done"], best["state"]) == (0.1, 4, "4 done")
 
 
 def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys: CAPSYS) -> None:

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, Samples, fingerprints
 from lockstep.telemetry.tensorboard import TensorBoardWriter, chart_layout, curve_of
+from lockstep.telemetry.trackers import WandBRun
 from lockstep.training.build_observers import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -531,3 +533,22 @@ def test_the_count_of_a_cell_is_in_the_row_of_its_true_class(monkeypatch: pytest
     pictures.heat(Predictions(step=1, names=["1", "2", "3"], **counts, curves=[], worst=[]))
     ordered = sorted(places, key=lambda text: places[text][::-1])  # down the rows
     assert ordered == [str(count) for row in confusion for count in row]
+
+
+@pytest.mark.parametrize(("after", "points"), [(2.0, [2]), (4.0, [2, 4]), (4.5, [2, 4, 4]), (9.0, [2, 4, 4, 6])])
+def test_wandb_gets_offline_all_that_a_resume_keeps(
+    after: float, points: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[tuple[int, dict[str, float]]] = []
+    own = SimpleNamespace(log=lambda scalars, step: copied.append((step, scalars)))
+    wandb = SimpleNamespace(init=lambda **options: own, Settings=dict, Error=ValueError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run_dir = RunDir.at(tmp_path / "run")
+    figures = [(2, {"loss/train": 0.5}), (4, {"loss/train": 0.4}), (4, {"loss/val": 0.3}), (6, {"loss/train": 0.2})]
+    run_dir.metrics.write_text("".join(json.dumps({"step": step, **scalars}) + "\n" for step, scalars in figures))
+    place: dict[str, Any] = {"run_dir": run_dir, "plan": PLAN, "step": int(after), "after": after}
+    info = RunInfo(**place, config={"output_root": str(tmp_path)}, hyperparameters={}, id="one")
+    WandBRun(info, project=None, entity=None, mode=None)
+    assert copied == figures[: len(points)]
+    assert [step for step, _ in copied] == points
