@@ -240,6 +240,19 @@ def test_a_box_of_a_whole_side_is_at_every_place_along_the_other(size: tuple[int
     assert (boxes[:, 2:] == 10).all()
 
 
+RESIZING = [augment for augment in ALL if isinstance(augment, RandomResizedCrop) and augment.crop != "pad"]
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("augment", RESIZING, ids=repr)
+def test_boxes_are_resized_as_the_data_are_by_every_augmentation(augment: Any, interpolation: str) -> None:
+    batch, rng, size = images(6, 3, 20, 16), draws(6), (9, 7)
+    boxes = augment.boxes(rng, torch.tensor([20, 16]).expand(6, 2))
+    expected = augment.after_crop(resized_crops(batch, boxes, size, interpolation), rng, size)
+    assert torch.equal(augment.apply(batch, rng, size, interpolation), expected)
+    assert torch.equal(augment.on_device(interpolation, cropped=False)(batch, rng, size), expected)
+
+
 def test_after_crop_mirrors_the_same_images_as_the_whole_augmentation() -> None:
     batch, rng = images(64, 3, 8, 8), draws(64)
     for kind in (RandomResizedCrop, RandAugment):

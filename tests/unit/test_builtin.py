@@ -201,6 +201,14 @@ def test_fake_images_are_the_same_every_time() -> None:
     assert [len(Fake(examples=number, size=1).eval()) for number in (1, 3, 4, 7, 8)] == [1, 1, 1, 1, 2]
 
 
+def test_an_oblong_size_is_a_height_and_a_width() -> None:
+    """As everywhere: `[height,width]`."""
+    fake = Fake(size=[8, 6], examples=4)
+    assert (fake.image_shape, fake.train().fetch([0]).shape) == ((3, 8, 6), (1, 3, 8, 6))
+    assert Digits(input_size=[12, 9]).input_shape == (1, 12, 9)
+    assert CIFAR10(input_size=[48, 40]).input_shape == (3, 48, 40)
+
+
 class Mirror:
     """A web server for the packed files of a small MNIST, which records the requested files.
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -139,3 +140,32 @@ def test_the_model_card_has_the_test_scores_of_its_own_step_alone(
 def test_more_than_one_view_is_said_to_differ_with_every_fit(digits: Predictor, fit: str, views: int) -> None:
     differences = exporting._differences(replace(digits.card, fit=fit, eval_views=views))
     assert any(f"averages {views} views of an image" in difference for difference in differences) == (views > 1)
+
+
+@pytest.mark.parametrize(("stored", "side"), [(20, 16), (16, 16), (12, 12)])
+def test_an_exported_model_of_enlarged_images_takes_them_as_they_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stored: int, side: int
+) -> None:
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / name).mkdir(parents=True)
+        noise = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / name / "0.png")
+    sizes = ("dataset.input_size=16", f"dataset.decode_size={stored}", "dataset.crop=0.8")
+    run = train_here(
+        tmp_path / "run", NARROW, "steps=1", "batch=2", "dataset=folder", f"dataset.path={tmp_path}", *sizes
+    )
+    predictor, exports = load_predictor(run.weights, device="cpu", precision=FP32()), list[Tensor]()
+
+    def write_export(changed: Predictor, images: Tensor, *_: Any, **options: Any) -> float:
+        torch.testing.assert_close(changed.logits(images), predictor.logits(whole), rtol=0, atol=0.05)
+        exports.append(images)
+        return 0.0
+
+    whole = predictor.stored(sorted(tmp_path.glob("[tv]*/*/0.png")))
+    monkeypatch.setattr(exporting, "write_export", write_export)
+    folders = [str(tmp_path / "train"), str(tmp_path / "val")]
+    exporting.export(str(run.path), folders, kind="torch", pixels="uint8", out=str(tmp_path / "model.pt2"))
+    (images,) = exports
+    assert images.shape == (4, 3, side, side)
+    assert torch.equal(images, whole) == (stored <= 16)
+    assert "on 4 images they differ" in capsys.readouterr().out

@@ -75,6 +75,13 @@ def test_digitnet_refuses_what_it_cannot_be(make: Any, says: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("option", [DigitNet, WideResNet])
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_network_drops_as_much_as_asked_for(option: Any, rate: float) -> None:
+    layers = sketch(option(dropout=rate), 10, (3, 32, 32)).modules()
+    assert {layer.p for layer in layers if isinstance(layer, nn.Dropout)} == {rate}
+
+
 def test_resnet34_enters_with_a_large_or_a_small_stem() -> None:
     large = ResNet34().build(10, (3, 64, 64))
     small = ResNet34(stem="cifar").build(10, (3, 32, 32))

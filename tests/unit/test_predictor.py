@@ -25,6 +25,7 @@ from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import FITS, METADATA_KEY, MOST_CHARACTERS, VIEWS, ModelCard, TrainedInput
+from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.datasets.arrays import ArraySplit
@@ -32,8 +33,9 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
 from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Prediction, Predictor, run_of
+from lockstep.inference.predictor import Prediction, Predictor, load_predictor, run_of
 from lockstep.inference.scoring import EvaluatedSplit, Evaluation, evaluated
+from lockstep.precision import FP32, FP64, BF16Pure
 from lockstep.training.resolved_job import load_job
 
 
@@ -117,6 +119,14 @@ def test_a_photo_of_every_fit_is_averaged_over_every_number_of_views(of_photos: 
     with torch.no_grad():
         expected = sum(weight * predictor.model(view) for weight, view in both)
     torch.testing.assert_close(predictor.values(next(of_photos.path.parent.rglob("*.png"))), expected)
+
+
+@pytest.mark.parametrize("precision", [FP32(), FP64(), BF16Pure()], ids=repr)
+def test_the_input_of_a_model_has_the_format_of_its_precision(digits: RunDir, precision: Precision) -> None:
+    predictor = load_predictor(digits.path, device="cpu", precision=precision)
+    pixels = predictor.preprocess(Digits().eval().images[:2])
+    assert pixels.dtype == precision.dtype
+    assert predictor.model(pixels).shape == (2, 10)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

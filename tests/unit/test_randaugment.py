@@ -265,7 +265,10 @@ def test_three_augment_is_one_of_three_and_jitter() -> None:
 @pytest.mark.parametrize("policy", [RandAugment, TrivialAugment, AutoAugment, AugMix, TimmRandAugment, ThreeAugment])
 def test_the_crop_comes_first_and_is_the_one_of_the_augmentation_without_operations(policy: type[Policy]) -> None:
     stored, rng = images((3, 12, 12)), draws(6)
-    for augment, crop in ((policy(crop="pad", pad=3), CropFlip(pad=3, reflect=policy().reflect)), (policy(), None)):
+    framed = [
+        (policy(crop="pad", pad=3, flip=p), CropFlip(pad=3, reflect=policy().reflect, flip=p)) for p in (0.5, 1)
+    ]
+    for augment, crop in (*framed, (policy(), None)):
         size = (12, 12) if crop else (9, 9)
         cropped = (crop or RandomResizedCrop()).apply(stored, rng, size)
         assert torch.equal(augment.apply(stored, rng, size), augment.changed(cropped, rng))
