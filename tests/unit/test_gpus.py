@@ -6,8 +6,10 @@ from it by hand.
 """
 
 import inspect
+import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from helpers import resolved
 from lockstep.core.world import World
 from lockstep.diagnostics import examination
 from lockstep.diagnostics.inspection import Finding
+from lockstep.runtime import gpus
 from lockstep.runtime.gpus import free_bytes, name_in_nvml, path_between, processes_on, visible_gpus
 from lockstep.runtime.host import VISIBLE
 from lockstep.telemetry.hardware import watched_gpus
@@ -212,3 +215,11 @@ def test_a_sum_of_nccl_that_is_wrong_is_an_error(
     nccl = examined(monkeypatch, add)[-1]
     assert nccl.level == "error"
     assert nccl.text.startswith(says)
+
+
+def test_the_other_processes_of_a_gpu_are_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    computing = [SimpleNamespace(pid=pid) for pid in (7, os.getpid(), 9)]
+    monkeypatch.setattr(gpus, "_nvml", nullcontext)
+    monkeypatch.setattr(gpus, "_handle", lambda gpu: gpu)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: computing)
+    assert gpus.processes_on("0") == [7, 9]

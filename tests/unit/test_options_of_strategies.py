@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError
 from lockstep.optim import SGD
 from lockstep.precision import BF16, FP32
-from lockstep.strategy import DDP, FSDP, Accelerate, Pipeline, Strict, ddp
+from lockstep.strategy import DDP, FSDP, Accelerate, Pipeline, Single, Strict, ddp
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.sync_batchnorm import SyncBatchNorm
 from lockstep.strategy.zero import ZeROOptimizer, blocks
@@ -230,3 +230,31 @@ def test_each_rank_clears_all_gradients_and_keeps_the_state_of_its_own_parameter
     assert [gradients for gradients, *_ in results] == [[None] * 3] * 2
     assert sorted(number for _, own, _ in results for number in own) == [0, 1, 2], "each at one rank"
     assert [total for *_, total in results] == [0.75 * 2 * 9] * 2
+
+
+@pytest.mark.parametrize("strategy", [Single(), DDP(), FSDP()], ids=repr)
+@pytest.mark.parametrize("number", [1, 3])
+def test_ranks_may_stop_between_two_micro_batches_and_not_behind_the_last(strategy: Single, number: int) -> None:
+    calls: list[str] = []
+    strategy.run_micro_batches(
+        nn.Identity(),
+        [(str(at), at == number - 1) for at in range(number)],
+        world(1),
+        forward=lambda micro: calls.append(f"forward {micro}"),
+        backward=lambda loss: calls.append("backward"),
+        between=lambda: calls.append("between"),
+    )
+    expected = [call for at in range(number) for call in (f"forward {at}", "backward", "between")]
+    assert calls == expected[:-1]
+
+
+def test_a_checkpoint_has_the_state_of_the_parameters_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers(rank: Any) -> list[int]:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(5)))
+        optimizer = ZeROOptimizer(SGD(lr=1.0, momentum=0.5).build(model), rank)
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return [*optimizer.state_dict()["state"]]
+
+    assert ThreadRanks(3, monkeypatch).run(numbers)[0] == [0, 1, 2, 3, 4]

@@ -1,5 +1,6 @@
 """Options that derive from nothing: each has what its protocol has a default for."""
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -83,3 +84,10 @@ def test_each_object_of_an_option_has_lists_and_dictionaries_of_its_own(group: s
     one.steps.append(2)
     one.names["b"] = 2
     assert (other.steps, other.names, own().steps, own().names) == ([1], {"a": 1}, [1], {"a": 1})
+
+
+def test_the_preprocessing_of_a_data_set_has_all_that_it_says() -> None:
+    values = {"image_shape": (3, 9, 8), "input_shape": (3, 5, 4), "eval_crop": 0.5, "fit": "pad"}
+    values |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    preprocessing = protocol_of("dataset").preprocessing.fget(SimpleNamespace(**values))
+    assert {name: getattr(preprocessing, name) for name in values} == values

@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import Lock
+from lockstep.core.safe_write import Lock, locked
 from lockstep.job.prepare import lock_run_folder
 
 
@@ -150,3 +150,12 @@ def test_the_lock_of_a_job_that_was_killed_says_who_holds_it_now_and_nothing_els
         assert (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
         assert holder.keys() == earlier.keys()
     assert not path.exists()
+
+
+def test_a_lock_that_may_be_waited_for_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: operations.append(operation))
+    for waits in (False, True):
+        with locked(path, waits=waits):
+            pass
+    assert operations == [fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX]
