@@ -423,6 +423,37 @@ report/bundle.py: a secret of a sweep's job is not hidden in the bundle [bundle]
 report/sweep_page.py: where less is better, jobs without a score come before the best one [report]
 - key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
 + key=lambda job: -monitor.direction.gain(job.score or 0.0))
+strategy/sync_batchnorm.py: without a momentum the statistics are the last batch's [batchnorm]
+- weight = weight / self.num_batches_tracked.clamp(min=1) if self.momentum is None
++ weight = weight if self.momentum is None
+core/table.py: a CSV of rows has no zeros [log]
+- ["" if (value := row.get(name)) is None else value for name in names]
++ [row.get(name) or "" for name in names]
+runtime/host.py: the group of cpuset is taken for the group of cpu [limits]
+- if not controllers or controller in controllers.split(","):
++ if not controllers or controller in controllers:
+launcher/attach.py: after a restart of the ranks under torchrun the run begins in a new folder [launched]
+-             self.store.set(FOLDER_KEY, str(run_dir.path))
+-             self
++             self
+core/run.py: from step 100,000,000 on the newest checkpoint is not the first [run]
+- return sorted(named, key=step_of, reverse=True)
++ return sorted(named, reverse=True)
+job/validate.py: a third callback of one class takes the place of the second one [resolve]
+- others = sum(type(other).__name__ == name for other in named.values())
++ others = int(name in named)
+strategy/pipeline.py: a frozen layer of another stage asks for a gradient, which nobody sends [stages]
+- nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
++ nn.Parameter(empty) if parameter else empty
+strategy/zero.py: a checkpoint lacks the state of the second rank [options_of_strategies]
+- for entries_of_rank in self.world.gather_to_main(state)[1:]:
++ for entries_of_rank in self.world.gather_to_main(state)[2:]:
+core/safe_write.py: folders that a job has created stay, because the outer one is removed first [safe_write]
+- if not os.path.lexists(path)), reverse=True)
++ if not os.path.lexists(path)))
+runtime/signals.py: a program with an exit handler that hangs ends as if it had succeeded [stop_request]
+- threading.Timer(LEAVE_S, os._exit, [code])
++ threading.Timer(LEAVE_S, os._exit, [0])
 """
 
 

@@ -179,6 +179,15 @@ def test_a_model_is_there_once_for_each_rank_and_with_its_gradients_on_a_cpu(
     assert counted == [copies]
 
 
+@pytest.mark.parametrize("keys", [(), ("mean",), ("std",), ("mean", "std")], ids=repr)
+def test_a_mean_and_a_deviation_that_are_set_are_taken_and_others_are_of_the_data(keys: tuple[str, ...]) -> None:
+    usual = resolved("device=cpu").input
+    own = resolved("device=cpu", *(f"input.{key}=[0.25]" for key in keys)).input
+    expected = {key: [0.25] if key in keys else getattr(usual, key) for key in ("mean", "std")}
+    assert {key: getattr(own, key) for key in expected} == expected
+    assert [0.25] not in (usual.mean, usual.std)
+
+
 def test_each_callback_of_a_program_has_a_name_of_its_own() -> None:
     class Watch(Callback):
         """One of several."""
