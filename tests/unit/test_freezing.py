@@ -57,6 +57,17 @@ def test_a_layer_named_backbone_is_that_layer_and_what_never_trains_is_nothing_t
         frozen_names(model, ["backbone", "head"])
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("pattern", "frozen"), [("stem", []), ("body", [0]), ("body.0", [0]), ("tail", [1])])
+def test_the_batch_norms_that_a_pattern_fits_are_frozen_with_weights_or_without(
+    affine: bool, pattern: str, frozen: list[int]
+) -> None:
+    norms = [nn.BatchNorm2d(2, affine=affine) for _ in range(2)]
+    layers = {"stem": nn.Conv2d(2, 2, 1), "body": nn.Sequential(norms[0]), "tail": norms[1], "head": nn.Linear(2, 2)}
+    model = nn.ModuleDict(layers)
+    assert Freezing.of(model, frozen_names(model, [pattern]), None).norms == tuple(norms[at] for at in frozen)
+
+
 def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
     model = timm.create_model("resnet18")
     freezing = Freezing.of(model, frozen_names(model, ["bn1", "layer1.0.bn1", "layer2.0.bn1.weight"]), until=2)

@@ -617,6 +617,17 @@ def test_a_halving_knows_its_rounds_and_its_later_work_whatever_the_seeds(
     )
 
 
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_only_jobs_of_one_gpu_share_a_gpu_whatever_is_known_of_their_kind(number: int) -> None:
+    devices = Devices(GPUS[:4], 8, lambda gpu: 100)
+    first = devices.take(Needs(gpus=1, kind="a"))
+    assert first is not None
+    devices.give_back(first, "a", 40)
+    share = devices.take(Needs(gpus=number, kind="a"))
+    assert share is not None
+    assert (len(share.gpus), share.memory) == (number, 40 if number == 1 else None)
+
+
 class EndedPool:
     """A pool whose jobs end as they are told, without a record of their own, and note the signals that they get."""
 
@@ -692,12 +703,13 @@ def test_a_job_that_a_second_interrupt_kills_is_stopped_and_has_not_failed(monke
 
 
 def test_a_job_that_has_trained_enough_is_asked_once_to_end_and_waits_again() -> None:
-    cut, passes = EndedPool(75), iter(range(9))
+    cut = EndedPool(75)
     cut.pool.wait = lambda sentinels, seconds: cut.wait(sentinels, seconds) if next(passes) == 3 else None
-    answers = iter([False, True])
-    cut.pool.run(cut.jobs, enough=lambda record: next(answers, False))
-    assert cut.signals == [(0, signal.SIGTERM)]
-    assert cut.states() == [State.waiting]
+    for round_number in (1, 2):
+        passes, answers = iter(range(9)), iter([False, True])
+        cut.pool.run(cut.jobs, enough=lambda record, answers=answers: next(answers, False))
+        assert cut.signals == [(0, signal.SIGTERM)] * round_number
+        assert cut.states() == [State.waiting]
 
 
 @pytest.mark.parametrize("direction", Direction)
