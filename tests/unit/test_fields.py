@@ -70,7 +70,8 @@ def outside(rule: Any) -> list[Any]:
         return ["0s", "-1s", "nan", "inf", "501h", "9" * 400 + "min", ""]
     if rule.short == "a mapping":
         texts = [{"a": f"a{character}b"} for character in HOSTILE] + [{character: 1} for character in HOSTILE]
-        return [{"a": math.nan}, {"a": [{"b": math.inf}]}, {"a": 10**400}, *texts]
+        numbers = [{"a": math.nan}, {"a": [{"b": math.inf}]}, {"a": 10**400}, {"a": [-(10**400)]}]
+        return [*numbers, *texts]
     broken = [f"a{character}b" for character in HOSTILE] + ["a\n", "\na"]
     return broken + ["", " ", "a\0b", "a\nb", "a" * 256, "a/" * 2000, "~no-such-user/x"] * (rule is PATH)
 

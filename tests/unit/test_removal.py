@@ -75,6 +75,14 @@ def test_a_run_to_which_several_paths_lead_is_counted_once(run: RunDir, capsys: 
     assert [Path(row["run"]).resolve() for row in json.loads(capsys.readouterr().out)] == [run.path.resolve()]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_proposed_command_keeps_as_many_as_were_asked_for(
+    run: RunDir, keep: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned(run, yes=False, keep=keep)
+    assert (f" --keep {keep} --yes" in capsys.readouterr().out) == (keep > 1)
+
+
 def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     (run.checkpoints / ".step-00000009.tmp").mkdir()
     scored = {path.name for path in best_scored(candidates(run.checkpoints), 1)}
