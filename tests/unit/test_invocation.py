@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from lockstep.config.commands import override, parsed, quoted_path, repeated_wor
 from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides
 from lockstep.config.extensions import Extension
 from lockstep.config.hydra_versions import initialize_config_dir
+from lockstep.config.recipes import ChosenFiles, words_for_hydra
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir, relative
 
@@ -150,3 +153,21 @@ def test_a_rank_finds_every_extension_that_its_program_names(
     monkeypatch.setattr(sys, "path_importer_cache", {})
     extensions.active.cache_clear()
     assert {extension.package for extension in extensions.active()} >= {*packages}
+
+
+@pytest.mark.parametrize(
+    ("line", "listed", "expected"),
+    [
+        ("+debug=fast seed=1 debug=slow", False, "seed=1 +debug=slow"),
+        ("+debug=fast seed=1 debug=slow", True, "seed=1 debug=slow"),
+        ("debug=fast ~debug", False, ""),
+        ("debug=fast ~debug", True, "~debug"),
+        ("~debug debug=fast", True, "debug=fast"),
+        ("seed=1 seed=2", False, "seed=1 seed=2"),
+    ],
+)
+def test_of_a_users_group_the_last_choice_of_a_line_counts(line: str, listed: bool, expected: str) -> None:
+    sources = [SimpleNamespace(is_group=lambda name: name == "debug")]
+    files = ChosenFiles(frozenset({"debug"} if listed else ()), {}, frozenset())
+    words = OverridesParser.create().parse_overrides(line.split())
+    assert words_for_hydra(words, files, sources) == expected.split()
