@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.optim import SGD
-from lockstep.precision import BF16, FP32
+from lockstep.precision import FP32
 from lockstep.strategy import DDP, FSDP, Accelerate, Pipeline, Single, Strict, ddp
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.sync_batchnorm import SyncBatchNorm
@@ -124,19 +124,6 @@ def test_fsdp_has_so_many_replicas_of_ranks_that_follow_each_other(
     FSDP(replicas=replicas).check(1, "cpu")
     with pytest.raises(InputError, match=r"strategy\.replicas is 4, .* divide the 6 ranks .* strategy\.replicas=2,"):
         FSDP(replicas=4).check(6, "cpu")
-
-
-@pytest.mark.parametrize(("low_precision", "gathered"), [(False, None), (True, torch.bfloat16)])
-def test_gradients_are_added_in_the_format_of_the_parameters_whatever_they_are_gathered_in(
-    low_precision: bool, gathered: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policies: list[Any] = []
-    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_, **__: None)
-    monkeypatch.setattr(
-        "torch.distributed.fsdp.fully_shard", lambda block, *, mp_policy, **_: policies.append(mp_policy)
-    )
-    FSDP(low_precision=low_precision).shard(nn.Linear(2, 2), world(2), BF16(), EXAMPLE[0])
-    assert [(policy.param_dtype, policy.reduce_dtype) for policy in policies] == [(gathered, torch.float32)]
 
 
 def test_a_layer_of_exactly_the_large_size_is_gathered_on_its_own() -> None:
