@@ -445,9 +445,9 @@ job/validate.py: a third callback of one class takes the place of the second one
 strategy/pipeline.py: a frozen layer of another stage asks for a gradient, which nobody sends [stages]
 - nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
 + nn.Parameter(empty) if parameter else empty
-strategy/zero.py: a checkpoint lacks the state of the second rank [options_of_strategies]
-- for entries_of_rank in self.world.gather_to_main(state)[1:]:
-+ for entries_of_rank in self.world.gather_to_main(state)[2:]:
+config/extensions.py: a package whose name begins like an extension's is taken for a part of it [invocation]
+- module == self.package or module.startswith(f"{self.package}.")
++ module.startswith(self.package)
 core/safe_write.py: folders that a job has created stay, because the outer one is removed first [safe_write]
 - if not os.path.lexists(path)), reverse=True)
 + if not os.path.lexists(path)))

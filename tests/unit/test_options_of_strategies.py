@@ -233,15 +233,3 @@ def test_ranks_may_stop_between_two_micro_batches_and_not_behind_the_last(strate
     )
     expected = [call for at in range(number) for call in (f"forward {at}", "backward", "between")]
     assert calls == expected[:-1]
-
-
-def test_a_checkpoint_has_the_state_of_the_parameters_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def numbers(rank: Any) -> list[int]:
-        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(5)))
-        optimizer = ZeROOptimizer(SGD(lr=1.0, momentum=0.5).build(model), rank)
-        for weight in model.parameters():
-            weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        return [*optimizer.state_dict()["state"]]
-
-    assert ThreadRanks(3, monkeypatch).run(numbers)[0] == [0, 1, 2, 3, 4]
