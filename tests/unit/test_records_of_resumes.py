@@ -21,7 +21,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.training import run_record
 from lockstep.training.build_data import UNEQUAL, balance_note
-from lockstep.training.run_record import Evidence, write_incident
+from lockstep.training.run_record import Evidence, RunRecord, write_incident
 from lockstep.training.trained import find_weights
 
 JOB = (*FAKE, "augment=none", "dataset.examples=40", "batch=10", "model=linear", "device=cpu")
@@ -86,6 +86,24 @@ def test_an_incident_names_its_samples_as_the_split_does_and_the_newest_checkpoi
     assert facts["checkpoint"] == (f"step-{max(saved):08d}" if saved else None)
 
 
+@pytest.mark.parametrize("earlier", [True, False])
+def test_an_incident_that_cannot_be_written_leaves_an_earlier_one_alone(
+    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, trainer = RunDir.at(tmp_path / "run"), trainer_of(network(), World.solo())
+    trainer.checkpointer = SimpleNamespace(whole=list)  # type: ignore[assignment]
+    if earlier:
+        run.incident.mkdir()
+
+    def fail(*arguments: object) -> None:
+        run.incident.mkdir(exist_ok=True)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(run_record, "write_incident", fail)
+    RunRecord(run, World.solo()).keep_incident(NumericalError("bad", step=1), trainer)
+    assert run.incident.exists() == earlier
+
+
 def test_latest_without_weights_is_the_newest_run_or_job_that_has_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,3 +156,11 @@ def test_a_class_with_a_tenth_of_the_images_of_the_largest_is_noted(counts: tupl
 def test_a_single_label_has_a_limit_of_its_loss(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", *JOB, "dataset.classes=1", "task=multilabel")
     assert Run(run.path).summary["status"] == "completed"
+
+
+def test_a_resume_needs_no_weights_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = train_here(tmp_path / "began", *JOB).weights
+    job = (*JOB, f"init_from={began}")
+    train_here(tmp_path / "run", *job, stop_at=3)
+    monkeypatch.setattr("lockstep.checkpoint.weights.load_start", None)  # the file may be gone by now
+    assert Run(train_here(tmp_path / "run", *job).path).summary["status"] == "completed"
