@@ -14,6 +14,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers import FAKE, ROOT, Done, forked, on_a_terminal, records, train
+from lockstep.training.run_record import SHORTEST_S
 
 ESCAPE = "\x1b"
 
@@ -137,7 +138,9 @@ def test_the_end_of_a_run_has_one_figure_for_the_wait_for_data(tmp_path: Path) -
     assert len({first or second for first, second in shares}) == 1
     assert end.count("wait") == len(shares)
     assert re.search(r"learning  .*always saying the largest class gets \d+\.\d\d %", end)
-    assert not re.search(r"   speed  ", end), "so short a run says nothing about its speed"
+    (summary,) = {path.resolve() for path in tmp_path.glob("*/summary.json")}
+    is_long = json.loads(summary.read_text())["seconds"] >= SHORTEST_S  # on a busy machine it may be
+    assert bool(re.search(r"   speed  ", end)) == is_long, "a short run says nothing about its speed"
     assert re.search(r"best \d+\.\d\d % top-1 at step \d+ \(epoch \d+\)", end)
 
 
