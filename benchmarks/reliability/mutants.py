@@ -427,7 +427,7 @@ strategy/sync_batchnorm.py: without a momentum the statistics are the last batch
 - weight = weight / self.num_batches_tracked.clamp(min=1) if self.momentum is None
 + weight = weight if self.momentum is None
 core/table.py: a CSV of rows has no zeros [log]
-- ["" if (value := row.get(name)) is None else value for name in names]
+- ["" if row.get(name) is None else row[name] for name in names]
 + [row.get(name) or "" for name in names]
 runtime/host.py: the group of cpuset is taken for the group of cpu [limits]
 - if not controllers or controller in controllers.split(","):

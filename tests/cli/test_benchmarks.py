@@ -24,15 +24,11 @@ def benchmark(name: str, *words: str, timeout: float = 240, **environment: str) 
     return forked(f"benchmarks/{name}.py", *words, timeout=timeout, **environment)
 
 
-def test_the_table_of_bugs_follows_the_source_and_has_the_number_that_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_table_of_bugs_follows_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "reliability")
-    table = importlib.import_module("mutants").MUTANTS
-    for mutant in table:
+    for mutant in importlib.import_module("mutants").MUTANTS:
         assert (ROOT / mutant.file).read_text().count(mutant.text) == 1, mutant.breaks
         assert all((ROOT / test).is_file() for test in mutant.tests), mutant.breaks
-    assert f"puts {len(table)} plausible bugs" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_path: Path) -> None:
