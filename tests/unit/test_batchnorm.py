@@ -171,6 +171,8 @@ def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> 
     assert [id(parameter) for parameter in converted.parameters()] == parameters
 
 
+# torch 2.11's compiler makes an instance of the function, which it deprecates itself.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_the_compiler_traces_it_without_a_break() -> None:
     def layers() -> nn.Module:
         return convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3, momentum=None)))

@@ -109,7 +109,7 @@ def test_a_profile_has_the_steps_in_the_middle_of_a_few_or_those_behind_the_firs
         export_chrome_trace=lambda path: None,
         key_averages=lambda: SimpleNamespace(table=lambda **options: ""),
     )
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: fake)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **options: fake)
     for shard in profiled(iter(range(total)), tmp_path, total, on_gpu=False):  # type: ignore[arg-type]
         events.append(shard)
     number = min(PROFILED_STEPS, total)

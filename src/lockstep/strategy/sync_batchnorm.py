@@ -71,7 +71,9 @@ class PlainKernels:
     ) -> Tensor:
         """`(x - mean) * scale * weight + bias`, in the dtype of `x`."""
         output = (_wide(x) - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
-        return (output if bias is None else output + _channels(bias, x)).to(x.dtype)
+        output = output if bias is None else output + _channels(bias, x)
+        # No cast that does nothing: behind one, the compiler of torch 2.11 gives the output a gradient of zero.
+        return output if output.dtype == x.dtype else output.to(x.dtype)
 
     @staticmethod
     def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:

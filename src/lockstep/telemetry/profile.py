@@ -26,7 +26,9 @@ def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool)
 
     Writes `trace.json.gz` and `operators.txt` to `folder`.
     """
-    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    # Events accumulate over one cycle only; without this, torch 2.11 warns that it would clear them.
+    profiler = torch.profiler.profile(activities=activities, acc_events=True)
     steps = min(PROFILED_STEPS, total)
     first = min(AFTER, (total - steps) // 2) + 1
     for number, shard in enumerate(shards, start=1):
