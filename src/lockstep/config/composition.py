@@ -318,18 +318,20 @@ def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> l
 def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]:
     """The plain config of the command line `overrides`, and the command; more can be composed meanwhile."""
     with composing():
-        words = typed_words(overrides)
-        for word in words:
-            check_word(word)
-        config = _compose("config", words, with_hydra=True)
-        if config.hydra.mode == RunMode.MULTIRUN:
-            raise InputError(
-                "hydra.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lockstep train -m ...`"
-            )
-        HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
-        yield to_dict(config), Invocation.current()
+        yield _composed(overrides), Invocation.current()
 
 
 def composed(overrides: list[str]) -> dict[str, Any]:
-    with invoked(overrides) as (values, _):
-        return values
+    with composing():  # not `invoked`: words for a sweep's part of Hydra's config compose, too
+        return _composed(overrides)
+
+
+def _composed(overrides: list[str]) -> dict[str, Any]:
+    words = typed_words(overrides)
+    for word in words:
+        check_word(word)
+    config = _compose("config", words, with_hydra=True)
+    if config.hydra.mode == RunMode.MULTIRUN:
+        raise InputError("hydra.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lockstep train -m ...`")
+    HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
+    return to_dict(config)
