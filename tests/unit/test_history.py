@@ -106,12 +106,15 @@ def test_the_identity_in_a_checkpoint_is_the_same_in_each_version() -> None:
     assert describe(Net(slope=0.1), lasting=True) == describe(Net()) == "Net()"
 
 
-def test_a_sweep_with_an_old_name_is_the_same_sweep(renamed: list[str], folder: Path) -> None:
+def test_a_sweep_with_an_old_name_is_the_same_sweep(
+    renamed: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = Ledger(folder / "sweep")
     before, records = ledger.identity(), ledger.records()
     replace_in(folder, "train.ema", "train.average")
     field = TrainBlock.__dataclass_fields__["ema"]
-    field.metadata = {**field.metadata, **with_history(dataclasses.field(), names=("average",)).metadata}
+    changed: Any = with_history(dataclasses.field(), names=("average",))
+    monkeypatch.setattr(field, "metadata", {**field.metadata, **changed.metadata})
     replace_in(folder, '"ema": 0.9', '"average": 0.9')
     assert ledger.identity() == before
     assert ledger.records() == records
