@@ -110,7 +110,7 @@ def test_a_run_stops_at_its_budget_and_goes_on_with_a_larger_one_to_the_same_bit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = ("model=linear", "steps=300", "batch=50", "train.eval_every=100%", "checkpoint.every=100%")
-    monkeypatch.setattr(HardwareWatch.__init__, "__kwdefaults__", {"sampled": lambda: None, "period": 0.01})
+    monkeypatch.setattr(HardwareWatch, "period", 0.01)
     whole = train_here(tmp_path / "whole", *job)
     run = run_dir(tmp_path / "cut", *job, "budget.hours=1e-6")
     with pytest.raises(Stopped, match=r"saved: budget\.hours=1e-06 is used up .*; a larger one lets the"):
