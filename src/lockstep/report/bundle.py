@@ -27,12 +27,13 @@ def write_bundle(folder: Path) -> None:
 
     Raises InputError, also if the zip exists, and StorageError.
     """
-    jobs = [place for place in run_folders(folder) if place != folder]
-    places = [folder, *sorted(jobs, key=lambda place: Run(place).state == State.done)]
-    files = [(path, RUN_LIMIT if place == folder else JOB_LIMIT) for place in places for path in _texts_of(place)]
-    if RUN_LIMIT not in {limit for _, limit in files}:  # no text is the folder's own
+    if not (own := _texts_of(folder)):
         raise InputError(f"{folder} is neither a run nor a sweep; `lockstep runs {folder}` lists those in it")
-    secrets = [*secrets_in([dict(os.environ), *([Run(place).composed, Run(place).overrides] for place in places)])]
+    jobs = [place for place in run_folders(folder) if place != folder]
+    jobs.sort(key=lambda place: Run(place).state == State.done)
+    files = [(path, RUN_LIMIT) for path in own] + [(path, JOB_LIMIT) for job in jobs for path in _texts_of(job)]
+    runs = map(Run, (folder, *jobs))
+    secrets = [*secrets_in([dict(os.environ), *([run.composed, run.overrides] for run in runs)])]
     target = Path(f"lockstep-{slug(redacted(folder.resolve().name, secrets))}.zip")
     if os.path.lexists(target):
         raise InputError(f"{target} exists; remove it, or run the command in another folder")
