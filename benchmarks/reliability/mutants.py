@@ -418,8 +418,8 @@ telemetry/progress.py: times are shown in UTC, and not in the zone of the machin
 - time.localtime(seconds)
 + time.gmtime(seconds)
 report/bundle.py: a secret of a sweep's job is not hidden in the bundle [bundle]
-- Run(place).overrides] for place in places)])]
-+ Run(place).overrides] for place in places[:1])])]
+- runs = map(Run, (folder, *jobs))
++ runs = map(Run, (folder,))
 report/sweep_page.py: where less is better, jobs without a score come before the best one [report]
 - key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
 + key=lambda job: -monitor.direction.gain(job.score or 0.0))
