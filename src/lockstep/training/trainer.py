@@ -314,13 +314,14 @@ class Trainer:
         compiles = self.interrupts_compiling and form not in self.forms
         if not compiles and not (self.plan.micro_batches > 1 and self.consensus.can_wait):
             return self.step(shard)
-        before = [(buffer, buffer.clone()) for buffer in self.state.model.buffers()]
+        buffers = [*self.state.model.buffers()]
+        before = [torch.empty_like(buffer) for buffer in buffers]
+        copy_all(buffers, before)
         self.stop.undoes = compiles
         try:
             scalars = self.step(shard)
         except StopNow:
-            for buffer, value in before:
-                buffer.copy_(value)
+            copy_all(before, buffers)
             self.telemetry.forget(after=self.progress.step)
             raise
         finally:
@@ -366,3 +367,10 @@ class Trainer:
                 callbacks=None if self.moments is None else self.moments.callbacks.state_dict(),
             )
         self.heartbeat()
+
+
+def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each of `sources` to the tensor at its place in `targets`; on a GPU with one kernel for each dtype."""
+    for dtype in {source.dtype for source in sources}:
+        pairs = [pair for pair in zip(targets, sources, strict=True) if pair[1].dtype is dtype]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
