@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("benchmarks", "conf", "docs", "pyproject.toml", "src", "tests", "train.py")
+COPIED = (".github", "benchmarks", "conf", "docs", "pyproject.toml", "src", "tests", "train.py")
 PATIENCE_S = 1800
 
 console = Console(highlight=False, width=160)
