@@ -89,7 +89,7 @@ def of_job() -> dict[str, Any]:
         report = Path(folder) / "report.json"
         code = f"import house; house.trace({str(report)!r}, {str(Path(folder) / 'outputs')!r})"
         done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
-        assert report.is_file(), done.stderr
+        assert report.is_file(), f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
         figures: dict[str, Any] = json.loads(report.read_text())
         return figures
 

@@ -6,11 +6,13 @@ import atexit
 import gc
 import getpass
 import os
+import random
 import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,6 +92,15 @@ def _leaves_nothing_behind(_temporary_files: Path) -> Iterator[None]:
     assert left == {}, "processes are left"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _settings_restored() -> Iterator[None]:
+    """Give the process its settings back after a file of tests: which file comes next depends on the workers."""
+    from lockstep.runtime.guest import guest
+
+    with guest():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_hydra() -> Iterator[None]:
     """Compose configs as `train.py` does."""
@@ -119,11 +130,16 @@ def _copies() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
-    """Restore threads and environment after each test, and end the processes that it left."""
+    """Start each test with the same random numbers, whatever ran before it, restore threads and environment after it,
+    and end the processes that it left."""
+    import numpy as np
     import torch
 
     import processes
 
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     before, threads, started = dict(os.environ), torch.get_num_threads(), len(processes.STARTED)
     yield
     torch.set_num_threads(threads)
@@ -131,3 +147,16 @@ def _clean_process() -> Iterator[None]:
     os.environ.update(before)
     processes.close(processes.STARTED[started:])
     del processes.STARTED[started:]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets seconds pass on a clock that stands still otherwise."""
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def let_pass(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    return let_pass

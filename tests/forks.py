@@ -271,6 +271,7 @@ def main() -> None:
     """Import the modules, then serve commands."""
     from lockstep.core.native_threads import configure_native_threads
 
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # the test that started this is not that of its forks
     for number in (signal.SIGHUP, signal.SIGQUIT):  # ignored where the tests run under nohup or in the background
         signal.signal(number, signal.SIG_DFL)
     configure_native_threads()  # ranks are forked only from a process with one thread

@@ -10,7 +10,6 @@ import pickle
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -43,7 +42,7 @@ class ThreadRanks:
         self.tensors: list[Any] = [torch.empty(0)] * size
         self.own = threading.local()
         self.ended: set[int] = set()
-        self.mail: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self.mail: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
         objects = ("all_gather_object", "broadcast_object_list")
         messages = ("send", "isend", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")
         for name in ("all_reduce", "all_gather", "broadcast", *objects, *messages):
@@ -94,8 +93,13 @@ class ThreadRanks:
         for own, other in zip(output, self.gathered(tensor), strict=True):
             own.copy_(other)
 
+    def letters(self, source: int, target: int, tag: int) -> queue.Queue[Tensor]:
+        # Not a defaultdict: two threads that ask at once would each get a queue of their own.
+        return self.mail.setdefault((source, target, tag), queue.Queue())
+
     def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
-        self.mail[self.own.rank, target, tag].put(tensor.detach().clone())
+        assert tensor.is_contiguous(), "gloo sends the numbers in the order of the memory"
+        self.letters(self.own.rank, target, tag).put(tensor.detach().clone())
 
     def isend(self, tensor: Tensor, target: int, group: Any = None, tag: int = 0) -> Work:
         self.send(tensor, target, tag)
@@ -105,7 +109,7 @@ class ThreadRanks:
         tensor.copy_(self.received(source, tag))
 
     def received(self, source: int, tag: int = 0) -> Tensor:
-        mail, until = self.mail[source, self.own.rank, tag], time.monotonic() + LONGEST_S
+        mail, until = self.letters(source, self.own.rank, tag), time.monotonic() + LONGEST_S
         while mail.empty():
             assert source not in self.ended or not mail.empty(), f"rank {source} has ended and sent nothing"
             assert time.monotonic() < until, "the ranks wait for each other"

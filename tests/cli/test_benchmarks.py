@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 import lockstep
 from helpers import ROOT, Done, command, forked, not_installed, photos_of_two_classes
+from processes import wait_for
 
 pytestmark = pytest.mark.slow
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
@@ -26,9 +32,93 @@ def benchmark(name: str, *words: str, timeout: float = 240, **environment: str) 
 
 def test_the_table_of_bugs_follows_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "reliability")
-    for mutant in importlib.import_module("mutants").MUTANTS:
-        assert (ROOT / mutant.file).read_text().count(mutant.text) == 1, mutant.breaks
-        assert all((ROOT / test).is_file() for test in mutant.tests), mutant.breaks
+    mutants = importlib.import_module("mutants")
+    bugs = mutants.bugs_of_table(mutants.TABLE)  # ends if a text is not in its file
+    assert len(bugs) > 100
+    assert all(bug.source != (ROOT / bug.file).read_text() for bug in bugs)
+
+
+def test_bugs_are_drawn_anew_by_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "reliability")
+    drawn = importlib.import_module("fresh_bugs").fresh_bugs
+    bugs = drawn(40, seed=3)
+    assert bugs == drawn(40, seed=3)
+    assert not {bug.breaks for bug in bugs} & {bug.breaks for bug in drawn(40, seed=4)}
+    assert len({(bug.file, bug.breaks.partition(",")[0]) for bug in bugs}) == 40
+    for bug in bugs:
+        before = (ROOT / bug.file).read_text()
+        assert ast.dump(ast.parse(bug.source)) != ast.dump(ast.parse(before)), bug.breaks
+        changed = difflib.SequenceMatcher(None, before.splitlines(), bug.source.splitlines(), autojunk=False)
+        starts = [first + 1 for kind, first, *_ in changed.get_opcodes() if kind != "equal"]
+        assert all(number in bug.lines for number in starts), bug.breaks
+
+
+def test_a_bug_is_found_by_the_tests_that_execute_its_lines(tmp_path: Path) -> None:
+    tests = [f"tests/unit/test_log.py::test_no_cell_is_a_formula[{begin!r}]" for begin in "=@"]
+    table, covering, results = (tmp_path / name for name in ("table", "map.json", "results.json"))
+    table.write_text(
+        """core/figures.py: a cell is a formula
+- ["'" * bool(
++ ["" * bool(
+core/figures.py: a control character stays
+- writerow(escaped(cell, keep="") for cell in cells)
++ writerow(cell for cell in cells)
+core/figures.py: a number has another end
+- str(number).removesuffix(".0")
++ str(number)
+"""
+    )
+    source = (ROOT / "src" / "lockstep" / "core" / "figures.py").read_text().splitlines()
+    lines = {
+        str(number): [0, 1] for number, line in enumerate(source, 1) if "_FORMULA.match" in line or "writerow" in line
+    }
+    measured = {"tests": tests, "seconds": [1.0, 0.5], "lines": {"src/lockstep/core/figures.py": lines}}
+    covering.write_text(json.dumps(measured))
+    words = ("--table", table, "--map", covering, "--json", results)
+    command = [sys.executable, ROOT / "benchmarks" / "reliability" / "mutants.py", *words]  # it imports lockstep anew
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "1 of 3 bugs were found" in done.stdout
+    rows = [(row["bug"], row["test"], row["tests"]) for row in json.loads(results.read_text())]
+    assert rows == [
+        ("a cell is a formula", tests[1], 2),
+        ("a control character stays", "", 2),
+        ("a number has another end", "", 0),
+    ]
+
+
+def test_the_tests_of_a_module_come_first_and_then_the_quick_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "reliability")
+    covering = importlib.import_module("covering").Covering
+    tests = [f"tests/unit/test_{name}.py::test" for name in ("sampler", "log", "schedule", "augment")]
+    measured = covering(tests, [0.1, 3.0, 0.2, 0.3], {"core/figures.py": {"7": [0, 1, 3], "8": [2]}})
+    assert measured.of("core/figures.py", [7, 9]) == [tests[1], tests[0], tests[3]]
+
+
+def test_what_a_test_has_started_ends_with_it_when_its_time_is_over(tmp_path: Path) -> None:
+    (tmp_path / "test_hangs.py").write_text(
+        """import subprocess, time
+def test() -> None:
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    open("pid", "w").write(str(child.pid))
+    time.sleep(300)
+"""
+    )
+    script = (
+        "import sys, pathlib, covering; print(covering.first_failing(pathlib.Path(), ['test_hangs.py::test'], 30))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks" / "reliability")},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.stdout.strip() == "None", done.stderr
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_path: Path) -> None:

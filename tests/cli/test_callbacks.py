@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 import lockstep
 from helpers import FAKE, Done, forked, largest_difference, own_project, records, train_in, weights
@@ -363,23 +362,3 @@ def test_an_object_takes_part_in_a_run_from_python(tmp_path: Path, capsys: pytes
     assert "train longer" not in capsys.readouterr().out, "the callback would end it again"
     with pytest.raises(lockstep.InputError, match="an object of int, which is no"):
         lockstep.train(words, callbacks=[3])  # type: ignore[list-item]
-
-
-def test_adaptive_clipping_is_as_in_timm() -> None:
-    from timm.utils.agc import adaptive_clip_grad
-
-    from lockstep.callbacks import AGC
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 5))
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.randn(parameter.shape) * (0.02 if number % 2 else 1.0)
-    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    AGC(clipping=0.05).after_backward(type("Run", (), {"model": model})())  # type: ignore[arg-type]
-    own = [parameter.grad for parameter in model.parameters()]
-    for parameter, gradient in zip(model.parameters(), before, strict=True):
-        parameter.grad = gradient.clone()
-    adaptive_clip_grad([*model.parameters()][:-2], clip_factor=0.05)
-    expected = [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(own, expected)
-    assert not torch.equal(expected[0], before[0])  # type: ignore[arg-type]

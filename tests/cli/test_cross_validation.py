@@ -130,6 +130,7 @@ def test_the_scores_of_all_folds_together_are_those_of_scikit_learn(
         assert facts["mean"][name] == pytest.approx(statistics.mean(values))
         assert facts["spread"][name] == pytest.approx(statistics.stdev(values))
     assert "24 images of 3 of 3 folds, each predicted by the model that was not trained on it" in done.out
+    assert "warning" not in done.out
 
 
 def test_the_fold_of_an_image_is_the_one_whose_run_evaluated_it(multiclass: Path, tmp_path: Path) -> None:

@@ -9,16 +9,20 @@ import shutil
 import socket
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from helpers import forked
-from lockstep.core.errors import INSTALL, InputError
+from helpers import forked, resolved
+from lockstep.core.errors import INSTALL, BrokenImage, InputError
+from lockstep.core.world import World
 from lockstep.data.datasets import packed
 from lockstep.data.datasets import photos as decode_photos
 from lockstep.data.datasets.folder import Folder
@@ -27,6 +31,7 @@ from lockstep.diagnostics.doctor import Checkup
 from lockstep.diagnostics.inspection import Level
 from lockstep.diagnostics.settings import Gain
 from lockstep.diagnostics.verdict import WORTH
+from lockstep.telemetry.progress import format_duration
 
 JOB = ("device=cpu", "launcher.threads=1", "model=linear", "batch=4", "epochs=2")
 SIZE = "dataset.decode_size=16"
@@ -425,3 +430,420 @@ def test_a_micro_batch_of_one_example_is_timed_where_batch_norm_counts_over_all_
     checkup = examined(*POOLED, *ranks)
     assert "error" not in {level for level, _ in problems(checkup).values()}
     assert "time" in {item.check for item in checkup.findings}
+
+
+class Images:
+    """A split of files: the content of each, or why it cannot be decoded."""
+
+    def __init__(self, name: str, *contents: bytes | str, skip: int = 0, images: Any = None) -> None:
+        self.prefix, self.contents, self.skip, self.images = name, contents, skip, images
+        self.labels = torch.zeros(len(contents), dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def name(self, index: int) -> str:
+        return f"{self.prefix}/{index}"
+
+    def fetch(self, indices: list[int]) -> None:
+        (index,) = indices
+        if isinstance(reason := self.contents[index], str):
+            raise BrokenImage(index, self.name(index), reason)
+
+    def content(self, index: int) -> bytes:
+        content = self.contents[index]
+        if isinstance(content, str):
+            raise {"no file": OSError, "no image": ValueError}[content](content)
+        return content
+
+
+def texts_of(findings: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(item.level, item.text) for item in findings]
+
+
+def test_images_that_are_there_twice_are_told_by_where_they_are() -> None:
+    train, val = Images("train", b"a", b"b", b"a", b"c", "no file"), Images("val", b"b", b"d", "no image")
+    train.labels[2] = 1
+    every = [(split, index) for split in (train, val) for index in range(len(split))]
+    assert texts_of(inspection._repeated(every, 60)) == [  # type: ignore[arg-type]
+        ("warning", "1 twice in two splits, such as train/1 and val/0: the score is too good; remove one of each"),
+        ("warning", "1 twice in one split, such as train/0 and train/2: they count twice; remove one of each"),
+        ("warning", "1 twice with two labels, such as train/0 and train/2: one is wrong; remove one of each"),
+    ]
+    unread = [(val, 2), (train, 4), (val, 1)]
+    assert texts_of(inspection._repeated(unread, 60)) == [("ok", "none, among 3 images")]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("skip", "level", "remedy"),
+    [
+        (0, "error", "; remove or replace them, or use dataset.skip=3"),
+        (2, "error", "; remove or replace them, or use dataset.skip=3"),
+        (3, "warning", "; dataset.skip=3 skips them"),
+    ],
+)
+def test_broken_images_are_told_the_most_frequent_reason_first(skip: int, level: str, remedy: str) -> None:
+    reasons = ("cut at byte 17", b"", "no header in 'a'", "no header in 'b'")
+    splits: Any = [Images("train", *reasons, skip=skip), Images("val", b"", skip=0), Images("packed", "x", images=1)]
+    first, second = inspection._broken(splits, 60)
+    assert (first.level, second.level) == (level, level)
+    assert first.text.startswith("2 of 5 images broken, such as image ")
+    assert first.text.endswith(f"({reasons[int(first.text[len('2 of 5 images broken, such as image ')])]}){remedy}")
+    assert (
+        second.text == f"1 of 5 images broken, such as image 0, train/0, cannot be decoded (cut at byte 17){remedy}"
+    )
+    assert first.paths == ("train/2", "train/3")
+    packed: Any = [Images("packed", *[b""] * 1200, images=1)]
+    (only,) = inspection._broken(packed, 60)
+    assert only.text == "1,200 in memory or packed, nothing to decode"
+
+
+def test_a_part_of_the_images_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six images, the first four are looked at: one of them is broken, so two of all may be."""
+    monkeypatch.setattr(inspection, "INSPECTION_CHUNK", 2)
+    monkeypatch.setattr(inspection, "cores", lambda: 0)
+    ticks = iter([0.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr(inspection.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(inspection, "_shuffled", lambda *splits: [(split, n) for split in splits for n in range(6)])
+    (finding,) = inspection._broken([Images("train", "cut", *[b""] * 5, skip=1)], 3.0)  # type: ignore[list-item]
+    assert finding.text.startswith("1 of 4 of 6 images (--all looks at all) broken, such as image 0")
+    assert (finding.level, finding.text.partition("; ")[2]) == (
+        "error",
+        "remove or replace them, or use dataset.skip=2",
+    )
+
+
+def test_images_are_looked_at_in_a_random_order_and_each_once() -> None:
+    split: Any = Images("train", *[b""] * 50)
+    order = [index for _, index in inspection._shuffled(split)]
+    assert order != sorted(order)
+    assert sorted(order) == [*range(50)]
+
+
+@pytest.mark.parametrize("number", [7, 8, 9])
+def test_eight_labels_or_values_are_named(number: int) -> None:
+    names = [f"n{column}" for column in range(number)]
+    more = f", and {number - 8} more" * (number > 8)
+    labels = torch.ones(1200, number)
+    labels[:, 0] = 0
+    shown = inspection._columns(names, labels, "labels")
+    assert shown == "n0 0, " + ", ".join(f"n{column} 1,200" for column in range(1, min(8, number))) + more
+    values = torch.tensor([0.0, 1.0, 5.0])[:, None].expand(3, number)
+    shown = inspection._columns(names, values, "values")
+    assert shown == ", ".join(f"n{column} 0 to 5 (mean 2)" for column in range(min(8, number))) + more
+
+
+class Source:
+    """A data set with a test split, and labels of another kind."""
+
+    targets, classes, class_names, downloads = "labels", 2, ("a", "b"), False
+
+    def __init__(self, **facts: Any) -> None:
+        vars(self).update(facts)
+
+    def split(self, name: str) -> Images:
+        split = Images(name, *(name.encode() + bytes([number]) for number in range(3)))
+        split.labels = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        return split
+
+    def train(self) -> Images:
+        return self.split("train")
+
+    def eval(self) -> Images:
+        return self.split("val")
+
+    def test(self) -> Images:
+        return self.split("test")
+
+    def notes(self) -> list[str]:
+        return ["a note", "a note"]
+
+
+def test_labels_of_images_are_counted_and_each_note_is_told_once() -> None:
+    source: Any = Source()
+    shown = [(item.check, item.level, item.text) for item in inspection.inspect(source, 60)]
+    assert shown[0] == ("labels", "warning", "a note")
+    assert [item for item in shown if item[1] == "warning" and "note" in item[2]] == shown[:1]
+    assert ("labels", "ok", "a 2, b 2: 3 to train on, 3 to evaluate, 3 to test") in shown
+    assert ("images", "ok", "9 images can be decoded") in shown
+    assert shown[-1] == ("twice", "ok", "none, among 9 images")
+    nameless: Any = Source(class_names=())
+    texts = [item.text for item in inspection.inspect(nameless, 60)]
+    assert "0 2, 1 2: 3 to train on, 3 to evaluate, 3 to test" in texts
+    wrong: Any = Source(classes=3, class_names=())
+    with pytest.raises(InputError, match="the training split"):
+        [*inspection.inspect(wrong, 60)]
+
+
+@pytest.mark.parametrize(
+    ("free", "need", "level"), [(100.0, 100.0, "ok"), (100.0, 100.1, "error"), (100.0, 99.0, "ok")]
+)
+def test_a_disk_with_just_enough_room_has_enough(free: float, need: float, level: str, tmp_path: Path) -> None:
+    asked_of: list[Path] = []
+    disk, clock = examination.folder(tmp_path / "a" / "b", need, lambda path: asked_of.append(path) or free)
+    assert (disk.level, clock.level) == (level, "ok")
+    assert asked_of == [tmp_path]
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("skew", "level"), [(60.0, "warning"), (-60.0, "warning"), (1.0, "ok"), (-1.0, "ok")])
+def test_a_clock_may_be_late_or_early(
+    skew: float, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    monkeypatch.setattr(examination.time, "time", lambda: now() - skew)
+    *_, clock = examination.folder(tmp_path, 0.0, lambda path: 1.0)
+    assert clock.level == level
+    assert f"{skew:+.0f} s off" in clock.text or level == "ok"
+
+
+def test_a_check_that_fails_is_a_finding_for_each_line_and_a_shared_one_is_made_once() -> None:
+    checkup, calls = Checkup(), list[int]()
+    checkup.jobs = [["a"], ["b"], ["c"]]
+
+    def fails() -> Iterator[Any]:
+        calls.append(1)
+        yield inspection.Finding("data", "seen")
+        raise InputError("one", "two")
+
+    for number in (0, 1):
+        checkup.check([number], "data", fails, "key")
+    checkup.check([2], "data", fails)
+    assert len(calls) == 2
+    shown = {(item.check, item.text, item.level): jobs for item, jobs in checkup.findings.items()}
+    assert shown == {
+        ("data", "seen", "ok"): [0, 1, 2],
+        ("data", "one", "error"): [0, 1, 2],
+        ("data", "two", "error"): [0, 1, 2],
+    }
+
+    def breaks() -> Iterator[Any]:
+        raise ZeroDivisionError("of a model")
+        yield
+
+    (finding,) = checkup.check([1], "step", breaks)
+    assert ("of a model" in finding.text, finding.level) == (True, "error")
+
+
+def test_the_jobs_of_a_finding_are_named_unless_they_are_all() -> None:
+    checkup = Checkup()
+    checkup.jobs = [["batch=1", "seed=1"], ["batch=1", "seed=2"], ["batch=1", "seed=3 4"]]
+    assert checkup.named([0, 1, 2]) == ""
+    assert checkup.named([0, 2]) == " (jobs 0, 2)"
+    assert checkup.named([2]) == " (job 2: 'seed=3 4')"
+    checkup.jobs = [["batch=1"]]
+    assert checkup.named([0]) == ""
+
+
+@pytest.mark.parametrize("failing", [None, 3])
+def test_copies_between_gpus_are_tried_in_both_directions(
+    failing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[tuple[int, int, int]] = []
+
+    def copies(source: int, target: int, values: torch.Tensor) -> bool:
+        tries.append((source, target, int(values[0])))
+        return len(tries) - 1 != failing
+
+    monkeypatch.setattr(examination, "_copies", copies)
+    monkeypatch.setattr(examination, "name_in_nvml", str)
+    monkeypatch.setattr(examination, "path_between", lambda first, second: "NVLink" if first == "0" else "PCIe")
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    shown = [(item.check, item.level, item.text) for item in examination._between_gpus(3, with_nccl=False)]
+    ways = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert tries == [(*way, number) for number, way in enumerate(ways)], "other values for each"
+    assert shown[:2] == [
+        ("topology", "ok", "NVLink (see nvidia-smi topo -m) between GPUs 0-1, 0-2"),
+        ("topology", "ok", "PCIe (see nvidia-smi topo -m) between GPUs 1-2"),
+    ]
+    if failing is None:
+        assert shown[2:] == [("copies", "ok", "numbers that are copied between 3 GPUs arrive as they were")]
+        assert [*examination._between_gpus(1, with_nccl=False)] == []
+        return
+    ((check, level, text),) = shown[2:]
+    assert (check, level) == ("copies", "error")
+    assert text.startswith("numbers that are copied from GPU 1 to 2 arrive changed: set NCCL_P2P_DISABLE=1")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    tries.clear()
+    assert [*examination._between_gpus(3, with_nccl=False)][-1].level == "warning"
+
+
+@pytest.mark.parametrize(("result", "says"), [(0.0, "adds over 2 GPUs"), (1.0, "adds wrong over 2 GPUs: set NCCL")])
+def test_nccl_adds_right_or_is_said_not_to(result: float, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(tensors: list[torch.Tensor]) -> None:
+        total = sum(tensors)
+        for number, tensor in enumerate(tensors):
+            tensor.copy_(total + result * number)
+
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self if "cuda" in str(device) else to(self, device))
+    monkeypatch.setattr(examination, "_copies", lambda *values: True)
+    monkeypatch.setattr(examination, "name_in_nvml", str)
+    monkeypatch.setattr(examination, "path_between", lambda first, second: "NVLink")
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", add)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27))
+    *_, finding = examination._between_gpus(2, with_nccl=True)
+    assert (finding.check, says in finding.text, finding.level) == ("nccl", True, "error" if result else "ok")
+
+    def refuse(tensors: list[torch.Tensor]) -> None:
+        raise RuntimeError("no NCCL")
+
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", refuse)
+    *_, finding = examination._between_gpus(2, with_nccl=True)
+    assert finding.text == "does not work here (no NCCL); launcher.backend=gloo works without"
+    assert finding.level == "error"
+    monkeypatch.setattr(examination, "_copies", lambda *values: False)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert [item.check for item in examination._between_gpus(2, with_nccl=True)] == ["topology", "copies"]
+
+
+def test_the_time_of_a_step_is_the_median_without_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(examination.time, "perf_counter", lambda: now)
+    reads, steps = iter([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 9.0]), iter([90.0, 4.0, 1.0, 3.0, 2.0, 5.0, 9.0, 9.0])
+
+    def groups() -> Iterator[Any]:
+        nonlocal now
+        for number in range(99):
+            short = number == 1  # the end of an epoch, which counts nowhere
+            now += 100.0 if short else next(reads)
+            yield SimpleNamespace(indices=[0] * (1 if short else 4))
+
+    def take(shard: Any) -> None:
+        nonlocal now
+        now += next(steps)
+
+    parts: Any = SimpleNamespace(
+        loader=SimpleNamespace(train=lambda after: groups()),
+        model=torch.nn.Identity(),
+        plan=SimpleNamespace(batch=4),
+        transforms=SimpleNamespace(train=lambda groups: groups),
+        loss_of_step=take,
+    )
+    monkeypatch.setattr(examination, "MOST_TRIAL_S", 1e6)
+    assert examination._seconds_of_step(parts) == (4.0, 3.0), "of six steps, the first of which is not judged"
+    monkeypatch.setattr(examination, "MOST_TRIAL_S", 0.0)
+    reads, steps = iter([5.0, 1.0, 7.0]), iter([90.0, 4.0, 7.0])
+    assert examination._seconds_of_step(parts) == (5.0, 4.0), "two steps at least"
+
+
+FAKE_JOB = ("device=cpu", "dataset=fake", "dataset.examples=64", "model=linear", "batch=32", "epochs=2")
+TIMED = (*FAKE_JOB, "train.eval_every=1ep", "launcher.threads=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "facts"),
+    [
+        ((), 1, ""),
+        (("launcher.ranks=2", "strategy=ddp"), 2, ", without communication"),
+        (("budget.hours=1e-9",), 1, "; budget.hours=1e-09 ends it before"),
+        (("cost.usd_per_gpu_hour=2",), 1, ""),
+    ],
+)
+def test_the_time_of_a_run_is_that_of_its_steps_and_its_evaluations(
+    words: tuple[str, ...], ranks: int, facts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps of half a second, or of a quarter on each of two ranks, and two evaluations."""
+    monkeypatch.setattr(examination, "cores", lambda: 2)
+    seen: list[Any] = []
+    monkeypatch.setattr(examination, "_seconds_of_step", lambda parts: seen.append(parts) or (9.0, 0.5 / ranks))
+    monkeypatch.setattr(examination, "_seconds_of_evaluated_image", lambda parts, most: 0.25)
+    job = resolved(*TIMED, *words)
+    finding = examination._time(job, World.solo())
+    evaluation = 0.25 * len(job.dataset.eval()) / ranks
+    assert finding.amount == pytest.approx(4 * 0.5 / ranks + 2 * evaluation)
+    step = f"{500 / ranks:.1f} ms a step, {evaluation:,.1f} s an evaluation{facts}"
+    assert finding.text == f"the run takes about {format_duration(finding.amount)}: {step}"
+    assert finding.level == ("warning" if "budget" in facts else "ok")
+    (parts,) = seen
+    assert (parts.plan.batch, parts.plan.micro_batches) == (32 // ranks, 1)
+    few = examination._time(job, World.solo(), most=8)
+    assert few.amount == pytest.approx(4 * (0.5 / ranks) * (32 / ranks) / 8 + 2 * evaluation)
+    assert seen[1].plan.batch == 8
+    monkeypatch.setattr(examination, "cores", lambda: 1)
+    assert examination._time(job, World.solo()).amount == pytest.approx(finding.amount * ranks), "they share a core"
+    monkeypatch.setattr(examination, "LONG_RUN_S", finding.amount - 1e-6)
+    assert examination._time(job, World.solo()).level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("words", "fitting", "level", "text"),
+    [
+        ((), 1, "ok", "a step in micro-batches of 32 images fits ("),
+        ((), 2, "error", "a micro-batch of 32 images does not fit ("),
+        (("train.micro_batches=auto",), 2, "ok", "a step in micro-batches of 16 images fits ("),
+        (("train.micro_batches=auto",), None, "error", "use a smaller model or dataset.input_size"),
+        (("strategy=fsdp", "launcher.ranks=2"), 2, "warning", "=2 fits, where a rank has the whole model"),
+    ],
+)
+def test_a_step_is_said_to_fit_or_what_would(
+    words: tuple[str, ...], fitting: int | None, level: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, timed = torch.get_num_threads(), list[int]()
+    monkeypatch.setattr(examination, "micro_batches_that_fit", lambda job, world, least: fitting)
+    monkeypatch.setattr(examination, "_slow_rate", lambda job, world: None)
+    monkeypatch.setattr(examination, "_time", lambda job, world: timed.append(job.train.micro_batches))
+    monkeypatch.setattr(examination, "other_settings", lambda job, world: timed.append(job.train.micro_batches))
+    try:
+        first, *more = examination.step(resolved(*FAKE_JOB, "launcher.threads=1", *words))
+    finally:
+        torch.set_num_threads(threads)
+    assert (first.check, first.level) == ("memory", level)
+    assert text in first.text
+    assert (len(more), timed) == ((2, [fitting, fitting]) if level == "ok" else (0, []))
+
+
+@pytest.mark.parametrize(("rate", "is_slow"), [(16.0, False), (15.9, True), (None, False)])
+def test_a_step_of_more_than_two_seconds_is_slow_on_a_cpu(
+    rate: float | None, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "training_rate", lambda job, world: rate)
+    job = resolved(*FAKE_JOB)
+    assert examination._slow_rate(job, World.solo()) == (rate if is_slow else None)
+    assert examination._slow_rate(job, World.solo("cuda:0")) is None
+    assert examination._slow_rate(replace(job, batch=8), World.solo()) is None, "a few images are tried anyway"
+
+
+def test_lighter_work_is_a_smaller_model_where_it_could_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = resolved(*FAKE_JOB)
+    for rate, words in ((40.0, "model=mobilenetv3_small_100 4x"), (None, "")):
+        monkeypatch.setattr(settings, "training_rate", lambda job, world, rate=rate: rate)
+        finding = settings.lighter_work(job, World.solo(), 10.0)
+        expected = f"the steps take long on this CPU: {words} the images per second (another run), or a GPU"
+        assert (finding.check, finding.level, finding.text) == ("speed", "warning", expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "level", "text"),
+    [
+        (1, 1, "ok", "1 rank with 1 thread, 4 CPU cores"),
+        (2, 2, "ok", "2 ranks with 2 threads, 4 CPU cores"),
+        (3, 2, "warning", "3 ranks with 2 threads, 4 CPU cores, so ranks wait for others: launcher.threads=auto"),
+    ],
+)
+def test_ranks_with_more_threads_than_cores_wait(
+    ranks: int, threads: int, level: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "cores", lambda: 4)
+    job: Any = SimpleNamespace(launcher=SimpleNamespace(ranks=ranks, threads=threads), strategy=None, device="cpu")
+    (finding,) = examination.devices(job)
+    assert (finding.level, finding.text) == (level, text)
+
+
+@pytest.mark.parametrize(("free", "level"), [(90, "ok"), (89, "warning")])
+def test_a_gpu_that_is_nearly_free_is_used_by_nobody(free: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free * 10**9, 100 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU of {number}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    between: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        examination, "_between_gpus", lambda number, *, with_nccl: between.append((number, with_nccl)) or []
+    )
+    launcher = SimpleNamespace(ranks=2, threads=1, backend="nccl")
+    for strategy, gpus in ((None, 2), (examination.DataParallel(), 3)):
+        job: Any = SimpleNamespace(launcher=launcher, strategy=strategy, device="cuda")
+        _, *findings = examination.devices(job)
+        assert [item.level for item in findings] == [level] * gpus
+        assert findings[-1].text.startswith(f"GPU {gpus - 1}, GPU of {gpus - 1}, {free}")
+        assert findings[0].text.endswith(": another process uses it") == (level == "warning")
+    assert between == [(2, True), (3, True)]

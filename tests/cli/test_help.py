@@ -9,6 +9,7 @@ import pytest
 
 from helpers import Done, command
 from lockstep import __version__
+from lockstep.config.help_page import show_help
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,12 @@ def test_the_help_of_options_is_their_keys() -> None:
     assert "_target_" not in done.out
     assert "drop_rate: 0.0" in command(sys.executable, "train.py", "model=resnet18", "--help").out, "of timm"
     assert "Groups, GROUP=OPTION" in command(sys.executable, "train.py", "model=resnt18", "--help").out
+
+
+def test_help_takes_words_with_any_number_of_equals_signs(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("notes=a=b=c", "dataset.path=a=b", "=", "model=linear=1"):
+        show_help([word, "model=linear"])
+        assert "model=linear" in capsys.readouterr().out
 
 
 def test_the_command_alone_shows_its_help_and_its_version() -> None:

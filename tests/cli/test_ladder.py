@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from helpers import ROOT, resolved, running_fork
-from lockstep.core.errors import InputError, Stopped
+from lockstep.core.errors import InputError, LockstepError, Stopped
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.diagnostics import ladder as module
+from lockstep.diagnostics import ladder_table
 from lockstep.diagnostics.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
-from lockstep.diagnostics.ladder_table import row_of, show_ladder
+from lockstep.diagnostics.ladder_table import largest_difference, row_of, show_ladder
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.runtime.commands import running
 from lockstep.runtime.signals import StopNow
@@ -139,6 +142,7 @@ def test_the_rungs_are_those_that_change_something(monkeypatch: pytest.MonkeyPat
 def test_the_users_strategy_comes_first_and_every_other_one_of_the_registry_last() -> None:
     ways = [*rungs(resolved("model=linear", "device=cpu", "precision=bf16"), 2, (), "zero")]
     assert [way.name for way in ways[:3]] == ["one device", "ZeRO", "DataParallel"]
+    assert [way.name for way in ways].count("ZeRO") == 1
     names = {path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")} - {"auto", "strict"}
     assert {word for way in ways for word in way.words if word.startswith("strategy=")} == {
         f"strategy={name}" for name in names
@@ -262,12 +266,15 @@ def finished(folder: Path, rate: float, losses: dict[int, float], **facts: objec
     return Run(folder)
 
 
-def test_a_figure_of_zero_is_a_figure(tmp_path: Path) -> None:
+def test_a_figure_of_zero_is_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts: dict[str, Any] = {"time": {"communication": 0.0}, "objective": 0.0, "gpu_memory": 0}
     turns = [finished(tmp_path / name, 100, {1: 4.0}, **facts) for name in "ab"]
     row = row_of("DDP", turns, None, devices=2, lines=0, reason="")
     figures = ("communication", "top1", "memory_gb", "difference", "spread")
     assert [row[name] for name in figures] == [0, 0, 0, 0, 0]
+    show_ladder([{**row, "efficiency": 0.0, "speed_up": 0.0}])
+    cells = capsys.readouterr().out.splitlines()[1].split()
+    assert cells == ["DDP", "100", "±0", "0.00", "0", "%", "0", "%", "0.00", "0.00", "same", "0"]
 
 
 def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
@@ -289,3 +296,217 @@ def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
     assert all(len(line) <= 80 for line in lines[:3])
     assert lines[2].split() == ["DDP", "320", "±40", "3.20", "80", "%", "25", "%", "3.00", "90.00", "5e-01", "0"]
     assert lines[3] == "FSDP is not in the table: it needs a GPU"
+
+
+def test_a_rung_shows_what_a_user_types_and_writes(tmp_path: Path) -> None:
+    spawned = Rung("DDP", ("strategy=ddp", "launcher=spawn", "launcher.ranks=2"))
+    torchrun = Rung("DDP, torchrun", ("strategy=ddp",), ("torchrun", "--standalone"))
+    script = Rung("mine", script=tmp_path / "my script.py", code=b"# a comment\nimport os\n\n  # more\n  print(1)\n")
+    assert [rung.change for rung in (spawned, torchrun, script)] == [
+        "strategy=ddp launcher=spawn launcher.ranks=2",
+        "torchrun --standalone train.py strategy=ddp",
+        f"python '{tmp_path}/my script.py'",
+    ]
+    assert [rung.has_ranks for rung in (spawned, torchrun, script, Rung("one", ("strategy=single",)))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [rung.lines for rung in (spawned, script)] == [0, 2]
+
+
+def test_the_command_of_a_rung_sets_its_own_words_after_the_users_and_its_folder_last(tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(data_root="data", epochs=3, seed=7)
+    folder = tmp_path / "ladder" / "000-ddp"
+    where = [*module.FIXED, f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
+    spawned = Rung("DDP", ("strategy=ddp",)).command(["batch=8"], job, folder)
+    assert spawned == [sys.executable, "-m", "lockstep", "train", "batch=8", "strategy=ddp", *where]
+    torchrun = Rung("DDP", ("strategy=ddp",), ("torchrun", "--standalone")).command(["batch=8"], job, folder)
+    assert torchrun == [
+        *(sys.executable, "-m", "torch.distributed.run", "--log-dir=/dev/null", "--standalone", "-m", "lockstep"),
+        *("train", "batch=8", "strategy=ddp", *where),
+    ]
+    own = Rung("mine", script=tmp_path / "mine.py").command(["batch=8"], job, folder)
+    assert own == [sys.executable, str(tmp_path / "mine.py"), "--data-root=data", "--epochs=3", "--seed=7"]
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        (b"", "mine"),
+        (b"x = 1\n# lockstep ladder calls it HF  Trainer \t\ny", "HF  Trainer"),
+        (b"# lockstep ladder calls it \xff\n", "\ufffd"),
+        (b" # lockstep ladder calls it x", "mine"),
+        (b"# lockstep ladder calls it a\n# lockstep ladder calls it b", "a"),
+    ],
+)
+def test_the_name_of_a_script_is_in_a_comment_of_its_own_line(code: bytes, name: str) -> None:
+    assert script_name(Path("folder/mine.py"), code) == name
+
+
+def test_names_of_rungs_are_words_of_a_shell_and_several_may_be_chosen() -> None:
+    assert [module.shell_name(name) for name in (" DDP, Torchrun ", "a--B", "é")] == ["ddp-torchrun", "a-b", "-"]
+    climbed = [Rung("one device"), Rung("DDP"), Rung("ZeRO"), Rung("FSDP")]
+    assert chosen(climbed, "FSDP, ddp") == [climbed[0], climbed[1], climbed[3]]
+    with pytest.raises(InputError, match="there is no setup 'no' here; they are one-device, ddp, zero, fsdp"):
+        chosen(climbed, "ddp,no")
+
+
+def test_the_key_of_a_run_of_a_ladder_is_its_rung_its_turn_and_what_it_types(tmp_path: Path) -> None:
+    assert rung_key(Rung("DDP", ("strategy=ddp",)), 3) == ("rung=ddp", "repeat=3", "change=strategy=ddp")
+    script = Rung("mine", script=tmp_path, code=b"1")
+    digest = hashlib.sha256(b"1").hexdigest()[:8]
+    assert rung_key(script, 0) == ("rung=mine", "repeat=0", f"change=python {tmp_path}", f"code={digest}")
+
+
+def test_a_link_to_a_script_is_followed_and_its_content_is_that_of_its_target(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("print(1)\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "mine.py")
+    *_, rung = rungs(resolved("model=linear", "device=cpu"), 2, [tmp_path / "link.py"])
+    assert (rung.name, rung.code, rung.lines) == ("link", b"print(1)\n", 1)
+
+
+class Ended:
+    """A process that has ended with a code and what it printed."""
+
+    def __init__(self, code: int, out: str = "", err: str = "") -> None:
+        self.returncode, self.texts = code, (out, err)
+
+    def communicate(self) -> tuple[str, str]:
+        return self.texts
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a rung whose process ends so, and returns its record, the folder, and whether its output was kept."""
+
+    def run(rung: Rung, *process: Any) -> tuple[Any, RunDir, bool]:
+        captured: list[bool] = []
+
+        @contextmanager
+        def running_rung(command: list[str], *, capture: bool = False) -> Iterator[Ended]:
+            captured.append(capture)
+            assert not (run_dir.path / "leftover").exists()
+            run_dir.path.mkdir(exist_ok=True)
+            if rung.script is None:
+                run_dir.checkpoints.mkdir()
+                run_dir.summary.write_text('{"objective": 90.0}')
+            yield Ended(*process)
+
+        monkeypatch.setattr(module, "running", running_rung)
+        ledger = Ledger(tmp_path / "ladder")
+        ledger.create(Identity(swept=(), words=("ladder",)))
+        (record,) = ledger.enter([((f"rung={rung.name}",), rung.name)])
+        run_dir = RunDir(ledger.folder / record.folder)
+        run_dir.path.mkdir()
+        (run_dir.path / "leftover").touch()
+        try:
+            return module.run_rung(ledger, rung, record, []), run_dir, captured[0]
+        except Stopped:
+            return ledger.read(record), run_dir, captured[0]
+
+    return run
+
+
+def test_a_rung_that_is_done_leaves_no_checkpoints_and_has_its_score(ended: Callable[..., Any]) -> None:
+    record, run_dir, captured = ended(Rung("ddp"), 0)
+    assert (record.state, record.objective, record.error) == (State.done, 90.0, "")
+    assert (run_dir.checkpoints.exists(), captured) == (False, False)
+
+
+@pytest.mark.parametrize(("code", "state"), [(75, State.stopped), (2, State.failed), (-9, State.failed)])
+def test_a_rung_that_has_not_finished_says_how_it_ended(code: int, state: State, ended: Callable[..., Any]) -> None:
+    record, *_ = ended(Rung("ddp"), code, "", "lockstep: it broke\n" * (code > 0))
+    assert (record.state, record.exit_code) == (state, code)
+    assert ("signal 9" if code < 0 else "it broke") in record.error
+
+
+def test_a_script_that_ends_with_our_code_of_a_stop_has_failed(tmp_path: Path, ended: Callable[..., Any]) -> None:
+    record, _, captured = ended(Rung("mine", script=tmp_path), 75, "", "bad")
+    assert (record.state, record.exit_code, captured) == (State.failed, 75, True)
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "error"),
+    [
+        ('x\n{"img_per_s": 5, "top1": 50}\n\n', "noise", ""),
+        ("a\n" + "y" * 81, " \n", "its last line is '" + "y" * 80 + "', expected one such as "),
+        ('{"img_per_s": 5, "top1": 50}\nmore', "", "its last line is 'more', expected one such as "),
+        ('{"img_per_s": [], "top1": 50}', "", 'its last line is \'{"img_per_s": [], "top1": 50}\', expected'),
+        ('{"img_per_s": 1' + "0" * 400 + ', "top1": 50}', "", "its last line is "),
+        ("", "oops", "its last line is '', expected one such as "),
+    ],
+)
+def test_the_last_line_of_a_script_has_its_figures(
+    out: str, err: str, error: str, tmp_path: Path, ended: Callable[..., Any]
+) -> None:
+    record, run_dir, _ = ended(Rung("mine", script=tmp_path), 0, out, err)
+    assert record.state is (State.failed if error else State.done)
+    assert record.error.startswith(error)
+    assert ("its errors end with" in record.error) == bool(error and err.strip())
+    if not error:
+        assert json.loads(run_dir.summary.read_text()) == {"status": "completed", "img_per_s": 5.0, "objective": 50.0}
+        assert record.objective == 50.0
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 1])
+def test_the_rungs_climb_in_turns_and_what_is_done_stays(
+    fails_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def run(ledger: Ledger, rung: Rung, record: Any, command: list[str]) -> Any:
+        ran.append((rung.name, record.number))
+        RunDir.at(ledger.folder / record.folder).summary.write_text('{"img_per_s": 5.0}')
+        if fails_at is not None and rung is climbed[fails_at]:
+            return ledger.end(record, State.failed, exit_code=70, error="it broke")
+        return ledger.end(record, State.done)
+
+    monkeypatch.setattr(module, "run_rung", run)
+    climbed, ledger = [Rung("one"), Rung("DDP")], Ledger(tmp_path)
+    ledger.create(Identity(swept=("rung",), words=("ladder",)))
+    job: Any = SimpleNamespace()
+    if fails_at == 0:
+        with pytest.raises(LockstepError, match="it broke") as raised:
+            module.climb(ledger, climbed, 2, [], job)
+        assert type(raised.value) is LockstepError
+        assert ran == [("one", 0)]
+        return
+    module.climb(ledger, climbed, 2, [], job)
+    assert ran == [("one", 0), ("DDP", 1), ("one", 2), ("DDP", 3)]
+    ran.clear()
+    (tmp_path / ledger.records()[2].folder / "summary.json").unlink()
+    module.climb(ledger, climbed, 2, [], job)
+    assert ran == ([("one", 2)] if fails_at is None else [("DDP", 1), ("one", 2), ("DDP", 3)])
+    rows = module._rows(ledger, climbed, 2, None)
+    assert [(row["rung"], row["reason"]) for row in rows] == [("one", ""), ("DDP", "it broke" * (fails_at == 1))]
+
+
+def test_the_largest_difference_of_two_curves_is_relative_and_at_their_common_steps() -> None:
+    assert largest_difference({1: 1.5, 2: 3.0, 3: 9.0}, {1: 1.0, 2: -4.0, 4: 1.0}) == 1.75
+    assert largest_difference({1: 1.0}, {1: 0.0}) is None
+    assert largest_difference({1: 1.0}, {2: 1.0}) is None
+
+
+def test_the_table_of_a_ladder_takes_the_memory_of_the_ranks_where_there_is_no_gpu(tmp_path: Path) -> None:
+    facts = (("a", 4, 1.0), ("b", 6, 3.0))
+    turns = [finished(tmp_path / name, rate, {1: 4.0}, cpu_mem_gb=gigabytes) for name, rate, gigabytes in facts]
+    row = row_of("DDP", turns, None, devices=None, lines=0, reason="")
+    figures = ("img_per_s", "spread", "speed_up", "efficiency", "memory_gb")
+    assert [row[name] for name in figures] == [5, 1, 1.0, None, 2.0]
+    empty = row_of("none", [], None, devices=2, lines=0, reason="no")
+    assert [empty[name] for name in figures] == [None] * 5
+
+
+def test_the_chart_of_a_ladder_has_the_first_rung_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = MagicMock()
+    monkeypatch.setattr(ladder_table, "svg", lambda draw, width, height: draw(axes) or round(height, 3))
+    rows = [{"rung": "one device", "img_per_s": 100.0, "spread": None, "speed_up": None}]
+    rows += [{"rung": "x" * 25, "img_per_s": 250.0, "spread": 5.0, "speed_up": 2.5}]
+    rows += [{"rung": "no", "img_per_s": None, "spread": None, "speed_up": None}]
+    assert ladder_table.speed_chart(rows) == 1.4
+    names, rates = axes.barh.call_args.args
+    assert (names, rates) == (["x" * 23 + "…", "one device"], [250.0, 100.0])
+    assert axes.barh.call_args.kwargs["xerr"] == [5.0, 0.0]
+    assert axes.bar_label.call_args.args[1] == ["2.50x", ""]

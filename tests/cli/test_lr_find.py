@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 from torch import nn
@@ -16,7 +18,7 @@ from torch import nn
 import lockstep
 from helpers import NARROW
 from lockstep.core.errors import InputError, StorageError
-from lockstep.diagnostics.lr_find import RangeTest, lr_find, range_test
+from lockstep.diagnostics.lr_find import RangeTest, loss_chart, lr_find, range_test
 
 JOB = (NARROW, "device=cpu", "launcher.threads=1", "train.micro_batches=2", "train.clip_norm=5")
 
@@ -41,7 +43,7 @@ def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_average_of_whole_batches_is_judged() -> None:
     """The rate rises from 1 to 10,000 in five steps, by a factor of ten."""
-    losses = [8.0, 4.0, 2.0, 30.0, 900.0]
+    losses = [8.0, 4.0, 2.0, 30.0, 65.0]
     optimizer, steps = SimpleNamespace(param_groups=[{"scale": 1.0}]), iter(losses)
     rates: list[float] = []
 
@@ -61,7 +63,7 @@ def test_the_average_of_whole_batches_is_judged() -> None:
     )
     test = range_test(parts, len(losses), 1, 1e4, lambda step: None)
     assert rates == pytest.approx([1, 10, 100, 1000, 10_000])
-    assert test.losses == pytest.approx(averaged(losses[:4]))  # the fifth explodes
+    assert test.losses == pytest.approx(averaged(losses[:4]))  # the fifth is 25, and the lowest 4.5
     assert (test.rates, test.lowest) == (rates[:4], 2)
 
 
@@ -159,3 +161,108 @@ def test_a_model_with_dropout_can_be_called_in_a_loop_of_ones_own() -> None:
     parts = lockstep.compose([*JOB[:3], "model.dropout=0.5", "steps=2"])
     (_, images, _), (_, other_images, _) = parts.batches()
     assert parts.model(images).shape == parts.model(other_images).shape == (64, 10)
+
+
+def parts_of(losses: list[float], calls: list[Any]) -> Any:
+    """The parts of a job whose steps on whole batches have these losses."""
+    steps = iter(losses)
+    model = nn.Linear(1, 1).eval()
+    return SimpleNamespace(
+        plan=SimpleNamespace(batch=8),
+        model=model,
+        transforms=SimpleNamespace(train=lambda groups: groups),
+        loader=SimpleNamespace(train=lambda after: (SimpleNamespace(step=step, count=8) for step in range(1, 99))),
+        optimizer=SimpleNamespace(param_groups=[{"scale": 1.0}]),
+        set_learning_rate=lambda step: calls.append(("scheduled", step, model.training)),
+        loss_of_step=lambda shard: next(steps),
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "steps"),
+    [
+        ([1.0, 1.0, 1.0], 3),
+        ([1.0, 1.0, math.nan], 2),
+        ([1.0, 1.0, math.inf], 2),
+        ([1.0, 1.0, 4 * 2.71 - 9 * 0.19], 3),  # the average is exactly four times the lowest one
+        ([1.0, 1.0, 9.2], 2),
+        ([1.0, 4.0, 6.0], 3),  # more than four times the lowest one only as a loss, not in the average
+        ([1.0, 5.0, 24.0], 2),
+    ],
+)
+def test_the_test_ends_before_an_average_above_four_times_the_lowest(losses: list[float], steps: int) -> None:
+    calls: list[Any] = []
+    test = range_test(parts_of(losses, calls), 3, 1.0, 100.0, lambda number: calls.append(number))
+    assert len(test.losses) == len(test.rates) == steps
+    assert [call for call in calls if isinstance(call, tuple)] == [
+        ("scheduled", step, True) for step in range(1, 4 if len(losses) == 3 else 3)
+    ]
+    assert calls.count(1) == steps, "the progress is that of the steps that count"
+
+
+@pytest.mark.parametrize("losses", [[1.0, math.nan], [math.nan], [1.0, 99.0]])
+def test_a_loss_that_explodes_at_once_is_refused(losses: list[float]) -> None:
+    with pytest.raises(InputError, match=r"lr-find: the loss explodes at 0\.5 already; use a lower --low"):
+        range_test(parts_of(losses, []), 3, 0.5, 1.0, lambda number: None)
+
+
+def test_a_suggestion_needs_a_fall_behind_the_first_ten_steps_that_is_larger_than_the_noise() -> None:
+    def suggestion(losses: list[float], low: float = 1e-3) -> float | None:
+        return RangeTest(rates=[low * 1.3**step for step in range(len(losses))], losses=losses).suggestion
+
+    flat, fall = [5.0] * 10, [3.0, 2.9, 2.7, 2.5, 2.3, 2.1, 1.9, 1.7, 1.6, 1.7]
+    assert suggestion(flat + fall) == pytest.approx(0.1 * 1e-3 * 1.3**18, rel=0.05)
+    assert suggestion(fall) is None, "all of them rest on the first losses"
+    assert suggestion([*flat, 3.0, 1.0]) is None, "two steps have no noise to compare with"
+    assert suggestion([*flat, 1.0, 2.0, 3.0]) is None, "the first of them is the lowest"
+    assert suggestion([9.0] * 10 + [2.0, 2.1] * 5 + [1.9]) is None, "the fall is within the noise"
+    rates = RangeTest(rates=[0.001234567 * 1.3**step for step in range(20)], losses=flat + fall)
+    assert rates.suggestion == float(f"{0.1 * 0.001234567 * 1.3**18:.1e}"), "two digits"
+
+
+@pytest.mark.parametrize("suggested_rate", [True, False])
+def test_the_picture_has_the_lowest_point_the_rate_of_the_job_and_the_suggestion(suggested_rate: bool) -> None:
+    losses = [5.0] * 10 + [3.0, 2.9, 2.7, 2.5, 2.3, 2.1, 1.9, 1.7, 1.6, 1.7 if suggested_rate else 99.0]
+    rates = [1e-3 * 1.3**step for step in range(20)]
+    test = RangeTest(rates=rates, losses=losses if suggested_rate else losses[9:])
+    axes = MagicMock()
+    with patch("lockstep.diagnostics.lr_find.svg", lambda draw, *size: draw(axes)):
+        loss_chart(RangeTest(rates=test.rates[: len(test.losses)], losses=test.losses), 0.25)
+    (line, lowest), lines = axes.plot.call_args_list, axes.axvline.call_args_list
+    assert line.args[1] == test.losses
+    assert lowest.args[:2] == (rates[test.lowest], 1.6)
+    assert lines[0].args == (0.25,)
+    assert lines[0].kwargs["label"] == "this job: 0.25"
+    assert len(lines) == 1 + suggested_rate
+    assert not suggested_rate or lines[1].kwargs["label"] == f"suggestion: {lines[1].args[0]:g}"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"steps": 100_001}, "--steps is 100001, expected from 2 to 100,000"),
+        ({"low": 0.0}, "--low is 0 and --high is 1, expected 0 < low < high"),
+        ({"low": 1.0}, "--low is 1 and --high is 1, expected 0 < low < high"),
+        ({"high": math.inf}, "--low is 1e-05 and --high is inf, expected"),
+    ],
+)
+def test_the_borders_of_a_test_are_refused(options: dict[str, float], says: str) -> None:
+    words: dict[str, Any] = {"steps": 4, "low": 1e-5, "high": 1.0, "out": None, **options}
+    with pytest.raises(InputError, match=says):
+        lr_find(JOB, **words)
+
+
+@pytest.mark.parametrize("steps", [2, 100_000])
+def test_the_fewest_and_the_most_steps_are_tried_on_twice_as_many(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Planned(Exception):
+        pass
+
+    def planned(job: Any) -> None:
+        raise Planned(job.steps, job.resume, type(job.schedule).__name__)
+
+    monkeypatch.setattr("lockstep.diagnostics.lr_find.build_parts", planned)
+    with pytest.raises(Planned) as raised:
+        lr_find(JOB, steps=steps, low=1e-5, high=1.0, out=None)
+    assert raised.value.args == (2 * steps, None, "Constant")

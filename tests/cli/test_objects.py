@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -221,14 +222,16 @@ def test_objects_go_to_the_ranks(tmp_path: Path, words: tuple[str, ...]) -> None
     assert len(ranks["option"][0]) == 4
 
 
-def test_without_cloudpickle_a_class_of_the_script_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cloudpickle_what_the_script_defines_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = type("Own", (), {"__module__": "__main__"})
+    function = FunctionType((lambda: None).__code__, {"__name__": "__main__"}, "Own")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with (
-        pytest.raises(lockstep.InputError, match=r"Own is of __main__.* pip install cloudpickle, or move"),
-        packed((cls(),)),
-    ):
-        pass
+    for own in (cls, cls(), [function]):
+        with (
+            pytest.raises(lockstep.InputError, match=r"is of __main__.* pip install cloudpickle, or move"),
+            packed((own,)),
+        ):
+            pass
     with packed((torch.ones(2), DigitNet())) as (file,):
         tensor, option = unpacked(Path(file))
     assert torch.equal(tensor, torch.ones(2))
@@ -278,12 +281,21 @@ def test_without_verbose_a_run_prints_nothing(tmp_path: Path, ranks: str) -> Non
         ({"overrides": "epochs=2"}, r'overrides is \'epochs=2\', expected a list of words: \["epochs=3"\]'),
         ({"overrides": {"epochs": 2}}, "overrides is {'epochs': 2}, expected a list of words"),
         ({"model": DigitNet()}, "model=linear and an object both choose the model; remove one of them"),
+        ({"ranks": 0}, r"launcher\.ranks is 0, expected"),
+        (
+            {"overrides": ["batch=5000", "hydra.run.dir=runs/mine"]},
+            "batch is 5000, but the training split has",
+        ),  # by the job, in its folder
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_a_wrong_object_is_refused(objects: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_object_is_refused_and_leaves_nothing(
+    objects: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(lockstep.InputError, match=sentence):
         lockstep.train(**({"overrides": ["model=linear"] if "DigitNet" in str(objects) else []} | objects))
+    assert not list(tmp_path.iterdir())
 
 
 def test_objects_of_options_are_their_words(tmp_path: Path) -> None:

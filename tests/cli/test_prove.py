@@ -8,12 +8,13 @@ import re
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from helpers import forked, forks, result, running_fork
-from lockstep.core.errors import InputError, NumericalError
+from helpers import built, forked, forks, result, running_fork
+from lockstep.core.errors import InputError, LockstepError, NumericalError, Stopped
 from lockstep.diagnostics import prove
 from lockstep.diagnostics.prove import PROOF_OVERRIDES, Case, RunResult, cases, compare_results, for_strategy, texts
 from lockstep.runtime.signals import StopNow
@@ -220,3 +221,177 @@ def test_the_users_config_is_run_as_it_is() -> None:
 def test_a_mistake_is_a_sentence(words: list[str], steps: int, ranks: str | None, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         prove.prove(words, steps=steps, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(None, [2, 3, 4]), ("2", [2]), ("4, 2,4", [2, 4]), ("1", []), (" 3 ,1", [3])]
+)
+def test_the_numbers_of_ranks_are_those_above_one_in_order(
+    ranks: str | None, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert prove._sizes(ranks) == sizes
+
+
+@pytest.mark.parametrize(("gpus", "sizes"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 3, 4])])
+def test_without_a_number_of_ranks_all_for_which_there_are_gpus_are_run(
+    gpus: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert prove._sizes(None) == sizes
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (("batch=3",), 3),
+        (("batch=2",), None),
+        (("batch=64", "train.micro_batches=4"), 6),
+        (("batch=64", "train.micro_batches=auto"), 3),
+        (("batch=64", "model=whitenet", "dataset.input_size=12"), None),
+    ],
+)
+def test_another_number_of_micro_batches_is_one_that_changes_no_run(
+    words: tuple[str, ...], number: int | None
+) -> None:
+    assert prove._other_micro_batches(built("dataset=digits", "model=linear", *words)) == number
+
+
+def test_a_batch_that_is_no_number_is_refused() -> None:
+    with pytest.raises(InputError, match="batch is auto, expected the global batch as a number, such as batch=64"):
+        prove._other_micro_batches(built("model=linear", "batch=auto"))
+
+
+def test_a_run_of_another_length_is_not_the_same_run() -> None:
+    for losses, steps in (([2.0], 1), ([2.0, 1.0, 0.5], 3)):
+        comparison = compare_results(LOOSE, dataclasses.replace(REFERENCE, losses=losses), REFERENCE)
+        assert comparison == {"steps": steps, "passes": False, "expected": 2}
+        assert texts(comparison) == [f"{steps} steps", "of 2", ""]
+
+
+def test_differences_are_relative_and_a_sample_that_is_there_twice_is_told() -> None:
+    result = dataclasses.replace(REFERENCE, losses=[2.0, 1.5], weights=nudged(2.0))
+    comparison = compare_results(LOOSE, result, REFERENCE)
+    assert {key: comparison[key] for key in ("loss", "weights", "images", "samples")} == {
+        "loss": 0.5,
+        "weights": 0.5,
+        "images": 4,
+        "samples": "same",
+    }
+    twice = dataclasses.replace(REFERENCE, samples=[*REFERENCE.samples[:3], REFERENCE.samples[0]])
+    assert compare_results(LOOSE, twice, REFERENCE)["samples"] == "not once each"
+    other = dataclasses.replace(REFERENCE, samples=[*REFERENCE.samples[:3], (1, 3, 4, 80)])
+    comparison = compare_results(LOOSE, other, REFERENCE)
+    assert (comparison["samples"], comparison["passes"]) == ("others", False)
+    lost = dataclasses.replace(REFERENCE, losses=[2.0, float("nan")])
+    comparison = compare_results(LOOSE, lost, REFERENCE)
+    assert (comparison["loss"], texts(comparison)[0], texts(comparison)[1]) == (None, "nan", "same bits")
+
+
+@pytest.mark.parametrize(
+    "words", [["batch=8"], ["strategy=auto", "+strategy.x=1"], ["strategy=ddp", "+strategy.x=1"]]
+)
+def test_the_keys_of_a_strategy_that_is_not_named_or_is_the_same_stay(words: list[str]) -> None:
+    assert for_strategy(Case("ddp 2", ("strategy=ddp",), "single"), words) == words
+    other = for_strategy(Case("zero 2", ("strategy=zero",), "single"), words)
+    assert other == [word for word in words if words[0] != "strategy=ddp" or "strategy." not in word]
+
+
+@pytest.mark.parametrize(
+    ("error", "case", "verdict"),
+    [
+        (InputError("no"), Case("zero 2", ("strategy=zero",), "single"), "refused"),
+        (InputError("no"), Case("zero 2 killed", ("strategy=zero",), "zero 2", killed=True), None),
+        (InputError("no"), Case("ddp 2", ("strategy=ddp",), "single"), None),
+        (InputError("no"), Case("single", ("strategy=single",), "single"), None),
+        (NumericalError("no"), Case("zero 2", ("strategy=zero",), "single"), "FAIL"),
+        (LockstepError("no"), Case("ddp 2", ("strategy=ddp",), "single"), "FAIL"),
+        (NumericalError("no"), Case("single", ("strategy=single",), "single"), None),
+        (Stopped("no"), Case("zero 2", ("strategy=zero",), "single"), None),
+    ],
+    ids=str,
+)
+def test_a_strategy_may_refuse_a_config_or_fail_and_one_rank_may_not(
+    error: LockstepError,
+    case: Case,
+    verdict: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folders: list[Path] = []
+
+    def fail(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult:
+        folders.append(folder)
+        raise error
+
+    monkeypatch.setattr(prove, "run_case", fail)
+    for form in ("table", "json"):
+        if verdict is None:
+            with pytest.raises(type(error)):
+                prove._run(case, tmp_path, [], 4, form)
+        else:
+            assert prove._run(case, tmp_path, [], 4, form) == verdict
+    assert {*folders} == {tmp_path / case.name.replace(" ", "-")}
+    sentence = f"  {case.name} was not tried: no\n" if verdict == "refused" else "  no\n"
+    assert capsys.readouterr().out == sentence * (verdict is not None)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "every"),
+    [
+        ([], 20, "100%"),
+        (["train.patience=3"], 20, "4"),
+        (["train.patience=3"], 4, "1"),
+        (["schedule=plateau"], 20, "4"),
+    ],
+)
+def test_a_run_whose_scores_decide_is_evaluated_five_times(
+    words: list[str], steps: int, every: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(prove, "_compare_all", lambda *values: calls.append(values))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prove.prove(["model=linear", *words], steps=steps, ranks="2", everything=True)
+    ((planned, folder, overrides, number, form),) = calls
+    assert (overrides[-1], number, form) == (f"train.eval_every={every}", steps, "table")
+    assert "fsdp 2 killed" in names_of(planned)
+    assert "single x 3" in names_of(planned), "the config's number of micro-batches is 1"
+    assert not folder.exists()
+
+
+def test_each_run_is_compared_with_its_reference_and_what_was_refused_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = [Case(name, (), reference) for name, reference in (("single", "single"), ("zero 2", "single"))]
+    planned += [Case("zero 2 killed", (), "zero 2", exact=True, killed=True), Case("ddp 2", (), "single")]
+    results: dict[str, RunResult | str] = {"single": REFERENCE, "zero 2": "refused", "ddp 2": REFERENCE}
+    words: list[list[str]] = []
+
+    def run(case: Case, folder: Path, overrides: list[str], steps: int, form: str) -> RunResult | str:
+        words.append(overrides)
+        return results[case.name]
+
+    monkeypatch.setattr(prove, "_run", run)
+    prove._compare_all(planned, tmp_path, ["batch=8"], 4, "table")
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"4 runs of 4 steps, in {tmp_path}"
+    shown = [line.split() for line in out if line.endswith(("pass", "refused"))]
+    assert [row[:1] for row in shown] == [["single"], ["zero"], ["zero"], ["ddp"], ["all"]]
+    assert (shown[0][1], out[-1]) == ("same", "all 2 pass, 2 refused"), "the first one has no reference"
+    assert words == [["batch=8", *PROOF_OVERRIDES, "steps=4"]] * 3
+    assert sum("it took" in line for line in out) == 1
+    results["ddp 2"] = dataclasses.replace(REFERENCE, losses=[2.0, 1.5])
+    with pytest.raises(LockstepError, match=r"^not the same run: ddp 2$"):
+        prove._compare_all(planned, tmp_path, [], 4, "json")
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["run"], row["against"], row["verdict"]) for row in rows] == [
+        ("single", None, "pass"),
+        ("zero 2", "single", "refused"),
+        ("zero 2 killed", "zero 2", "refused"),
+        ("ddp 2", "single", "FAIL"),
+    ]
+    prove._compare_all(planned[:1], tmp_path, [], 4, "table")
+    out = capsys.readouterr().out.splitlines()
+    assert (out[-1], any("it took" in line for line in out)) == ("all 1 pass", False)

@@ -71,8 +71,12 @@ optimizer=timm optimizer.opt=lambb -> optimizer.opt is 'lambb', which timm does 
 TYPES = table("""
 epochs=abc -> epochs is 'abc', expected auto or a whole number
 epochs=null -> epochs is null, expected a value: epochs=VALUE
+train=[1] -> train is a list, expected keys below it: train.KEY=VALUE
+optimizer.betas={a:1} -> optimizer.betas is a dictionary, expected a list: optimizer.betas=[VALUE]
+tags={a:1} -> tags is a dictionary, expected a list: tags=[VALUE]
 optimizer.lr=x -> optimizer.lr is 'x', expected auto or a number above 0
 optimizer.betas=3 -> optimizer.betas is 3, expected a list: optimizer.betas=[0.9,0.999]
+sweep.objectives=seconds -> sweep.objectives is 'seconds', expected a list: sweep.objectives=[seconds]
 launcher.backend=mpi -> launcher.backend is 'mpi', expected one of auto, nccl, gloo: launcher.backend=auto
 train=3 -> train is 3, expected keys below it: train.KEY=VALUE
 optimizer.lr -> 'optimizer.lr' cannot be read, expected KEY=VALUE
@@ -233,10 +237,16 @@ def test_a_mistake_is_said_in_one_line_writes_nothing_and_what_it_proposes_can_b
         ("dataset=list.csv", "dataset=csv dataset.path=list.csv"),
         ("dataset=tars", "dataset=webdataset dataset.path=tars"),
         ("dataset=saved", "dataset=hf dataset.path=saved"),
+        ("dataset=split", "dataset=hf dataset.path=split"),
+        ("dataset=made", "dataset=packed dataset.path=made"),
+        ("dataset=list.tsv", "dataset=csv dataset.path=list.tsv"),
+        ("dataset=tars/train-0.tar", "dataset=webdataset dataset.path=tars"),
+        ("dataset=no/such", "dataset=folder dataset.path=no/such"),
         ("model=w.safetensors", "model=NAME init_from=w.safetensors"),
         ("dataset=a=b", "dataset=folder 'dataset.path=\"a=b\"'"),
         ("own", "dataset=folder dataset.path=own"),
         ("run", "resume=run"),
+        ("model=run", "model=NAME init_from=run"),
         ("w.safetensors", "init_from=w.safetensors"),
     ],
 )
@@ -244,6 +254,7 @@ def test_a_path_in_place_of_a_name_is_answered_with_the_overrides_that_take_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, meant: str
 ) -> None:
     photos, folders = ("own/a.jpg", "of mine/a.jpg", "a=b/a.jpg"), ("tars/train-0.tar", "saved/dataset_dict.json")
+    folders += ("split/state.json", "made/manifest.json")
     for file in (*photos, *folders, "run/.hydra/config.yaml", "w.safetensors"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -307,9 +318,13 @@ def test_a_word_that_overtaxes_the_parser_is_refused_in_one_short_sentence(tmp_p
 
 
 def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:
-    message = messages.translate_before_job(OverflowError("int too large"))
-    assert str(message).startswith("the config cannot be composed (OverflowError: int too large); look at the values")
-    assert messages.translate_before_job(ImportError("broken")) is None
+    unexpected = (ValueError, TypeError, AttributeError, IndexError, KeyError, ZeroDivisionError, RecursionError)
+    for cls in (*unexpected, OverflowError, AssertionError):
+        message = messages.translate_before_job(error := cls("too large"))
+        begin = f"the config cannot be composed ({cls.__name__}: {error}); look at the values"
+        assert str(message).startswith(begin)
+    for error in (ImportError("broken"), RuntimeError("broken"), OSError("broken")):
+        assert messages.translate_before_job(error) is None
 
 
 TORCHRUN, SRUN = {"TORCHELASTIC_RUN_ID": "none"}, {"SLURM_PROCID": "0"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,10 @@ def test_each_rank_has_a_log_and_main_logs_what_it_says(run: Path, done: Done) -
     assert not [text for text in lines if text not in log]
 
 
-def test_a_folder_that_is_named_again_goes_on_with_its_run(run: Path, root: Path) -> None:
+def test_a_folder_that_is_named_again_goes_on_with_its_run(run: Path, tmp_path: Path) -> None:
     """What a cluster's requeue does: the same command, in the same folder."""
-    again = train("steps=4", "telemetry.interval=1", f"output_root={root}", f"hydra.run.dir={run}")
+    run = Path(shutil.copytree(run, tmp_path / "mine"))
+    again = train("steps=4", "telemetry.interval=1", f"output_root={tmp_path}", f"hydra.run.dir={run}")
     assert again.code == 0, again.err
     assert [line["step"] for line in records(run) if "loss/train" in line] == [1, 2, 3, 4]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 from helpers import resolved
 from lockstep.core.errors import InputError
+from lockstep.diagnostics import show as show_module
 from lockstep.diagnostics.show import LEAST, caption, show, stored_pixels
 from lockstep.telemetry.pictures import LINE
 from lockstep.training.experiment import Parts, build_parts
@@ -106,3 +109,53 @@ def test_what_cannot_be_drawn_is_refused(options: dict[str, object], says: str, 
     with pytest.raises(InputError, match=says):
         show(DIGITS, **words)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("shares", "targets", "lines"),
+    [
+        ([0.5, 1.0], "labels", ["50 % cat", "dog"]),
+        ([0.0, 0.0], "labels", ["no label"]),
+        ([1.0, 0.0], "labels", ["cat"]),
+        ([0.5, -3.0], "values", ["cat 0.5", "dog -3"]),
+        ([0.004, 0.996], "classes", ["dog"]),
+        ([0.006, 0.994], "classes", ["99 % dog", "1 % cat"]),
+    ],
+)
+def test_a_caption_is_that_of_its_kind(shares: list[float], targets: str, lines: list[str]) -> None:
+    assert caption(torch.tensor(shares), ("cat", "dog"), targets) == lines
+
+
+@pytest.mark.parametrize("targets", ["labels", "values"])
+def test_a_caption_has_four_lines_at_most(targets: str) -> None:
+    shown = caption(torch.ones(6), [*"abcdef"], targets)
+    assert shown == [f"{name}{' 1' * (targets == 'values')}" for name in "abcd"]
+
+
+def test_the_inputs_of_a_model_are_rounded_to_whole_pixels() -> None:
+    transforms: Any = SimpleNamespace(shift=torch.tensor(1.0), scale=torch.tensor(0.5))
+    values = torch.tensor([-9.0, 1.0, 1.4, 128.5, 999.0])
+    assert stored_pixels(values, transforms).tolist() == [0, 0, 1, 255, 255]
+    assert stored_pixels(values, transforms).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("images", [1, 64])
+def test_a_picture_has_one_to_sixty_four_rows_and_its_usual_name(
+    images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("dataset=fake", "dataset.classes=2", "dataset.channels=4", "dataset.size=8", "dataset.examples=64")
+    heads: list[Any] = []
+    usual = show_module.sheet
+
+    def sheet(*values: Any, **options: Any) -> bytes:
+        heads.append((values[1], options))
+        return usual(*values, **options)
+
+    monkeypatch.setattr(show_module, "sheet", sheet)
+    show(("device=cpu", "model=linear", "batch=64", *words, "augment=none"), images=images, epochs=1, out=None)
+    assert (tmp_path / "show.png").is_file()
+    ((captions, options),) = heads
+    assert (len(captions), {*captions} <= {"0", "1"}, options["heads"]) == (images, True, ["epoch 1"])
+    shown = f"wrote show.png: {images} images (the first three of 4 channels) in epochs 1 to 1, augmentation: "
+    assert shown in capsys.readouterr().out

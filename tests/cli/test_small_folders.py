@@ -62,9 +62,15 @@ def test_commands_that_make_no_run_shrink_it_too(words: list[str], place: Path) 
         assert {finding["level"] for finding in json.loads(done.out)["findings"]} <= {"ok", "warning"}
 
 
-def test_the_parts_of_a_loop_have_the_smaller_batch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [(), ("batch=auto",), ("++batch=auto",), ("train.eval_batch=8",)], ids=str)
+def test_the_parts_of_a_loop_have_the_smaller_batch(
+    place: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
     monkeypatch.chdir(place)
-    assert compose(JOB).plan.batch == 54
+    assert compose([*JOB, *words]).plan.batch == 54
+    for typed in ("batch=64", "++batch=55"):
+        with pytest.raises(InputError, match=r"54"):
+            compose([*JOB, *words, typed])
 
 
 def layout(root: Path, name: str, *places: str) -> Path:

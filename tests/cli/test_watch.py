@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -26,7 +27,7 @@ from lockstep.records.ledger import Identity, Ledger
 from lockstep.report.watch import WatchServer
 from lockstep.runtime import local_server
 from lockstep.runtime.addresses import loopback_server
-from lockstep.runtime.local_server import LocalServer, Message, Receive
+from lockstep.runtime.local_server import LocalServer, Message, Receive, Refused
 from processes import wait_for
 
 
@@ -68,11 +69,74 @@ def test_an_answer_is_as_long_as_it_says() -> None:
     assert end["body"].decode() == "café ±"
 
 
+# What keeps a page out of other pages, and its content from other sites, caches and guesses of a browser.
+KEPT_APART = {
+    b"Content-Security-Policy": b"frame-ancestors 'none'",
+    b"Cache-Control": b"no-store",
+    b"Cross-Origin-Resource-Policy": b"same-origin",
+    b"Referrer-Policy": b"no-referrer",
+    b"X-Content-Type-Options": b"nosniff",
+}
+
+
+@pytest.mark.parametrize(
+    ("host", "error", "status", "kind", "text"),
+    [
+        ("127.0.0.1:{}", None, 200, "text/plain", "café ±"),
+        ("localhost:{}", None, 200, "text/plain", "café ±"),
+        ("localhost", None, 403, "application/json", '{"error": "this page is at {} only"}'),
+        ("example.org:{}", None, 403, "application/json", '{"error": "this page is at {} only"}'),
+        ("127.0.0.1:{}", Refused(404, "no page"), 404, "application/json", '{"error": "no page"}'),
+        ("127.0.0.1:{}", InputError("odd \x1b[2J"), 400, "application/json", '{"error": "odd \\\\x1b[2J"}'),
+    ],
+)
+def test_every_answer_is_for_this_machine_alone_and_an_error_is_a_sentence(
+    host: str, error: Exception | None, status: int, kind: str, text: str
+) -> None:
+    class Asked(Greeting):
+        async def respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:
+            assert (request, headers["x-word"]) == ("POST /a", "é")
+            if error is not None:
+                raise error
+            return await super().respond(request, headers, receive)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    sent, server = list[Message](), Asked(0)
+    headers = [(b"host", host.format(server.port).encode()), (b"x-word", "é".encode("latin-1"))]
+    with closing(server.socket):
+        asyncio.run(server.answer({"headers": headers, "method": "POST", "path": "/a"}, cast(Any, None), send))
+    start, end = sent
+    fields = dict(start["headers"])
+    assert (start["status"], fields.pop(b"Content-Type").decode()) == (status, kind)
+    assert end["body"].decode() == text.replace("{}", server.url)
+    assert fields == {**KEPT_APART, b"Content-Length": str(len(end["body"])).encode()}
+    assert server.url == f"http://127.0.0.1:{server.port}/"
+
+
+def test_a_server_says_where_it_is_at_once_and_a_signal_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, server = list[Any](), Greeting(0)
+    monkeypatch.setattr(local_server, "listen", lambda handler: done.append(handler))
+    monkeypatch.setattr(local_server, "leave", lambda code: done.append(code))
+    monkeypatch.setattr(server, "run", lambda sockets: done.append(sockets))
+    with closing(server.socket):
+        server.serve_until_signal("shows a run")
+    assert done == [server.handle_exit, [server.socket]]
+    assert f"{server.url} shows a run; Ctrl-C ends it" in capsys.readouterr().out
+    server.handle_exit(signal.SIGTERM, None)
+    assert done[2:] == [0]
+    assert not server.config.server_header
+
+
 @pytest.mark.parametrize(("port", "fits"), [(-1, False), (1, True), (65_535, True), (65_536, False)])
 def test_a_port_is_one_that_there_is(port: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_server, "loopback_server", lambda port: loopback_server())  # it may be in use
     if fits:
-        Greeting(port).socket.close()
+        with closing(Greeting(port).socket) as socket:
+            assert socket.getsockname()[0] == "127.0.0.1", "other machines cannot reach it"
         return
     with pytest.raises(InputError, match=f"--port is {port}, but no server can listen there .*: --port 0"):
         Greeting(port)
@@ -114,6 +178,15 @@ def test_the_page_of_a_sweep_leads_to_the_pages_of_its_jobs(trained: RunDir, tmp
         assert len(links) == 2
         assert "Linear" in answer(server, f"/{links[0]}")[1]
         assert answer(server, f"/{links[0]}report.html")[0] == 200
+
+
+def test_the_page_of_a_folder_is_that_of_its_newest_run_at_each_time(trained: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(trained.path, tmp_path / "first")
+    with closing((server := WatchServer(tmp_path, 0)).socket):
+        assert f"{tmp_path}/first" in server.page("/")
+        shutil.copytree(trained.path, tmp_path / "second")
+        os.utime(tmp_path / "second", (2e9, 2e9))
+        assert f"{tmp_path}/second" in server.page("/")
 
 
 def test_only_this_machine_reads_pages_and_only_pages(trained: RunDir) -> None:

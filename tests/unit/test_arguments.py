@@ -1,5 +1,7 @@
 """The arguments of the commands: words that were meant for a flag, and keys that a command sets itself."""
 
+import re
+import shlex
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.api import compose
-from lockstep.cli.arguments import ONE_PROCESS, arguments
+from lockstep.cli.arguments import ONE_PROCESS, arguments, parsers
 from lockstep.config.commands import OF_RUN
 from lockstep.config.composition import without_keys
 from lockstep.core.errors import InputError
@@ -60,6 +62,29 @@ def test_a_command_that_takes_no_job_ignores_the_line_that_trained(
         arguments()
 
 
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export", "demo", "runs", "compare", "report", "watch"])
+@pytest.mark.parametrize(("roots", "folder"), [((), "."), (("a/b",), "a/b"), (("b", "a", "/tmp/c/"), "/tmp/c")])
+def test_latest_is_of_the_last_output_root_that_is_typed(
+    command: str, roots: tuple[str, ...], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = [f"output_root={root}" for root in roots]
+    monkeypatch.setattr(sys, "argv", ["lockstep", command, *typed, "latest", *["a.png"] * (command == "predict")])
+    values = vars(arguments())
+    (run,) = {str(values[name]) for name in ("path", "folder", "paths") if name in values}
+    assert run.strip("[]'") == str(Path(folder, "latest"))
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export", "demo", "runs", "compare", "report", "watch"])
+def test_a_file_or_folder_that_exists_is_no_override_whatever_its_name(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "epochs=3").mkdir()
+    monkeypatch.setattr(sys, "argv", ["lockstep", command, "epochs=3", *["a.png"] * (command == "predict")])
+    assert "epochs=3" in repr(vars(arguments()))
+    assert not capsys.readouterr().err
+
+
 def test_an_evaluation_takes_the_data_and_the_ranks_of_the_line_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys, "argv", ["lockstep", "evaluate", "RUN", "dataset=fake", "epochs=3", "launcher.ranks=2", "device=cpu"]
@@ -80,12 +105,165 @@ def test_words_that_are_left_out_change_nothing(tmp_path: Path, capsys: pytest.C
     assert f"ignored: epochs=2 hydra.run.dir={tmp_path} schedule=step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ONE_PROCESS)
+@pytest.mark.parametrize("command", [*ONE_PROCESS, "evaluate"])
 def test_a_command_that_starts_ranks_is_refused_as_a_rank(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lockstep", command])
+    monkeypatch.setattr(sys, "argv", ["lockstep", command, *["run"] * (command == "evaluate")])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=f"^lockstep {command} is one process .*; start it without torchrun or srun"):
+    ranks = ", with launcher.ranks=2" * (command == "evaluate")
+    sentence = f"lockstep {command} is one process on each machine; start it without torchrun or srun -n{ranks}"
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         arguments()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert arguments().command == command
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["compare"], ["--json"]),
+        (["compare"], ["--by", "epochs"]),
+        (["predict", "run"], ["--csv"]),
+        (["clean"], ["--all"]),
+    ],
+)
+def test_paths_of_any_number_stand_before_and_behind_options(
+    words: list[str], option: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    for line in ([*words, "a", "b", *option], [*words, "a", *option, "b"], [*words, *option, "a", "b"]):
+        monkeypatch.setattr(sys, "argv", ["lockstep", *line])
+        read.append(vars(arguments()))
+    assert read == read[:1] * 3
+    assert ["a", "b"] in read[0].values()
+
+
+# What a command is called with if its line has no more than it needs.
+USUAL: dict[str, dict[str, object]] = {
+    "train": {},
+    "new mine": {"project": "mine"},
+    "evaluate run": {"path": "run", "device": None, "overrides": [], "split": "val", "out": None, "form": "table"},
+    "predict run a.png": {
+        "path": "run",
+        "device": None,
+        "files": ["a.png"],
+        "form": "table",
+        "top": None,
+        "threshold": None,
+        "out": None,
+    },
+    "export run": {"path": "run", "images": [], "kind": "onnx", "pixels": "uint8", "out": None},
+    "demo run": {"path": "run", "device": None, "port": 8000},
+    "runs": {"folder": "outputs", "sort": "when", "columns": [], "filters": [], "form": "table"},
+    "compare a": {"paths": ["a"], "by": [], "sort": None, "columns": [], "form": "table"},
+    "report a": {"path": "a", "bundle": False},
+    "watch": {"path": "outputs", "port": 8000},
+    "clean": {"folders": ["outputs"], "yes": False, "keep": 1, "everything": False, "form": "table"},
+    "doctor": {"overrides": [], "multirun": False, "everything": False, "form": "table"},
+    "show": {"overrides": [], "images": 6, "epochs": 6, "out": None},
+    "lr-find": {"overrides": [], "steps": 100, "low": 1e-6, "high": 10.0, "out": None, "form": "table"},
+    "prove": {"overrides": [], "steps": 20, "ranks": None, "everything": False, "form": "table"},
+    "ladder": {"overrides": [], "ranks": None, "repeats": 3, "only": None, "scripts": [], "form": "table"},
+    "pack a b": {"words": ["a", "b"], "decode_size": None, "skip": None, "val_share": None, "check": None},
+}
+# Lines, and what is other than usual.
+TYPED: dict[str, dict[str, object]] = {
+    "evaluate run --split test --out a --json --device cpu": {
+        "split": "test",
+        "out": "a",
+        "form": "json",
+        "device": "cpu",
+    },
+    "evaluate run --split train --device cuda": {"split": "train", "device": "cuda"},
+    "predict run a.png --top 3 --threshold 0.25 --csv": {"top": 3, "threshold": 0.25, "form": "csv"},
+    **{f"export run --to {kind}": {"kind": kind} for kind in ("onnx", "torch", "timm")},
+    "export run --format torch --pixels float": {"kind": "torch", "pixels": "float"},
+    "demo run --port 0": {"port": 0},
+    "watch --port 1": {"port": 1},
+    "runs --sort score --columns a/b,c --filter a=b --filter c>3 --latex": {
+        "sort": "score",
+        "columns": ["a/b", "c"],
+        "filters": ["a=b", "c>3"],
+        "form": "latex",
+    },
+    "compare a --by lr --by model --markdown": {"by": ["lr", "model"], "form": "markdown"},
+    "report a --bundle": {"bundle": True},
+    "clean --yes --keep 3 --all --json": {"yes": True, "keep": 3, "everything": True, "form": "json"},
+    "doctor -m --all --json": {"multirun": True, "everything": True, "form": "json"},
+    "doctor --multirun": {"multirun": True},
+    "show --images 2 --epochs 3 --out x.png": {"images": 2, "epochs": 3, "out": "x.png"},
+    "lr-find --steps 7 --low 1e-3 --high 2 --json": {"steps": 7, "low": 1e-3, "high": 2.0, "form": "json"},
+    "prove --steps 3 --ranks 2,3 --all": {"steps": 3, "ranks": "2,3", "everything": True},
+    "ladder --ranks 2 --repeat 1 --only ddp --script a.py --script b.py --csv": {
+        "ranks": 2,
+        "repeats": 1,
+        "only": "ddp",
+        "scripts": ["a.py", "b.py"],
+        "form": "csv",
+    },
+    "pack a b --size 32 --skip 1 --val-share 0.1": {"decode_size": "32", "skip": "1", "val_share": "0.1"},
+    "pack a b --check c": {"check": "c"},
+}
+LINES = [*((line, values) for line, values in USUAL.items()), *TYPED.items()]
+
+
+@pytest.mark.parametrize(("line", "values"), LINES, ids=[line for line, _ in LINES])
+def test_a_line_without_flags_means_what_is_usual(
+    line: str, values: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", *line.split()])
+    usual = next(of for name, of in USUAL.items() if line.startswith(name))
+    read = {key: value for key, value in vars(arguments()).items() if key != "rest"}
+    assert read == {"command": line.split()[0], **usual, **values}
+    assert {name.split()[0] for name in USUAL} == {*parsers()[1]}
+
+
+def test_a_command_has_one_form_of_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", "runs", "--json", "--csv"])
+    with pytest.raises(InputError, match="--csv: not allowed with argument --json"):
+        arguments()
+
+
+WRONG = {
+    "-x": "expected a command, such as lockstep train; `lockstep --help` lists them",
+    "evalute run": "there is no command 'evalute'. Did you mean 'lockstep evaluate'?",
+    "zzz": "there is no command 'zzz'. They are train, evaluate, predict, export, demo, runs, compare, report, ",
+    "seed=1 'name=a b'": "seed=1 is for training, expected a command before it: lockstep train seed=1 'name=a b'",
+    "evaluate": "expected RUN: lockstep evaluate RUN",
+    "predict": "expected RUN, FILE: lockstep predict RUN FILE",
+    "predict run a --top": "--top has no value: --top 3",
+    "predict run a --top x": "--top is 'x', expected a whole number: --top 3",
+    "predict run a --threshold x": "--threshold is 'x', expected a number: --threshold 0.5",
+    "lr-find --low x": "--low is 'x', expected a number: --low 1e-06",
+    "evaluate run --split x": "--split is 'x', expected val or train or test: --split val",
+    "evaluate run --device x": "--device is 'x', expected cpu or cuda: --device cpu",
+    "runs --filter": "--filter has no value: --filter CONDITION",
+    "report a b c": "report: b c is not a recognized argument. `lockstep report --help` shows its arguments.",
+    "report a b -x --bundel": "report: -x --bundel is not a recognized argument. `lockstep report --help` shows its",
+    "report a --bundel b": "report: --bundel is not a recognized argument. Did you mean '--bundle'?",
+    "clean a --kep 3": "clean: --kep is not a recognized argument. Did you mean '--keep', '--help'?",
+    "evaluate run --out": "--out has no value: --out FOLDER",
+    "compare a --sort": "--sort has no value: --sort COLUMN",
+    "prove --ranks": "--ranks has no value: --ranks N,N",
+    "pack a b --size": "--size has no value: --size 256",
+    "demo run --port x": "--port is 'x', expected a whole number: --port 8000",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_line_of_a_command_is_answered_with_what_to_type(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", *shlex.split(line)])
+    with pytest.raises(InputError) as refused:
+        arguments()
+    assert str(refused.value).startswith(WRONG[line])
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["--version"]])
+def test_the_command_alone_shows_its_help(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", *words])
+    with pytest.raises(SystemExit) as left:
+        arguments()
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("lockstep " if words == ["--version"] else "usage: lockstep ")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor
 
 import lockstep
 from helpers import NARROW, command, train_here
+from lockstep.callbacks import AGC
 from lockstep.checkpoint.weights import read_card
 from lockstep.core.model_card import ModelCard
 from lockstep.data.datasets import files
@@ -239,7 +242,43 @@ def test_photos_are_fitted_as_for_the_weights_unless_the_job_says_how(
     assert {own: source.fit for own, source in fitted.items()} == {"auto": fit, "squash": "squash"}
 
 
+@pytest.mark.parametrize("fit", CROP_MODES)
+@pytest.mark.parametrize("own", CROP_MODES)
+def test_the_size_that_weights_stored_is_for_photos_of_the_same_fit_alone(
+    card: ModelCard, photos: Path, fit: str, own: str
+) -> None:
+    trained = replace(card, fit=fit, image_shape=(3, 60, 44))
+    shape = with_sizes(Folder(path=str(photos), fit=own), trained).image_shape
+    alone = with_sizes(Folder(path=str(photos), fit=own), replace(trained, image_shape=None)).image_shape
+    assert alone != (3, 60, 44)
+    assert shape == ((3, 60, 44) if own == fit else alone)
+
+
 def test_an_export_names_the_ways_to_fit_as_timm_does(card: ModelCard) -> None:
     facts = {fit: _facts(replace(card, fit=fit), {}) for fit in CROP_MODES}
     assert {fit: of["crop_mode"] for fit, of in facts.items()} == CROP_MODES
     assert all(of["input_size"] == card.input_shape and of["num_classes"] == card.classes for of in facts.values())
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.02, 1.0, 1e3])
+def test_adaptive_clipping_is_as_in_timm(scale: float) -> None:
+    layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 6), torch.nn.Linear(6, 5)]
+    model = torch.nn.Sequential(*layers).double()
+    with torch.no_grad():
+        model[0].weight[1], model[0].bias[:], model[2].weight[3] = 0, 0, 1e-5
+    before = [scale * torch.randn_like(parameter) for parameter in model.parameters()]
+    before[0][2] = 0
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        parameter.grad = gradient.clone()
+    model[2].bias.grad = None  # frozen
+    AGC(clipping=0.05).after_backward(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    own = [parameter.grad for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        parameter.grad = gradient.clone()
+    model[2].bias.grad = None
+    adaptive_clip_grad([*model.parameters()][:-2], clip_factor=0.05)
+    expected = [parameter.grad for parameter in model.parameters()]
+    assert own.pop(3) is expected.pop(3) is None
+    torch.testing.assert_close(own, expected)
+    assert torch.equal(own[-2], before[-2]), "the head is not clipped"
+    assert AGC.every_rank, "each rank has its own gradients"

@@ -1,6 +1,9 @@
 """Augmentations: the change of a sample depends on its key alone, and follows the augmentation's definition."""
 
+import itertools
+import re
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,11 @@ from torchvision.transforms import v2
 from lockstep.core.data_protocols import Augment
 from lockstep.core.errors import InputError
 from lockstep.core.fields import INTERPOLATIONS
+from lockstep.core.model_card import FITS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.transforms.augment import CropFlip, NoAugment
+from lockstep.data.transforms import operations, policies
+from lockstep.data.transforms.augment import Auto, CropFlip, NoAugment
 from lockstep.data.transforms.crops import RandomResizedCrop, crops_together, resized_crops
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.data.transforms.policies import (
@@ -201,12 +206,13 @@ def test_no_random_number_is_used_for_two_purposes(augment: Augment) -> None:
     assert len({*noted.drawn}) == len(noted.drawn)
 
 
-SIZES = [(375, 500), (500, 375), (30, 300), (300, 20), (64, 64), (1, 1), (7, 1)]
+SIZES = [(375, 500), (500, 375), (30, 300), (300, 20), (64, 64), (1, 1), (7, 1), (1, 7)]
 
 
-def test_boxes_lie_in_their_images_and_depend_on_the_example_alone() -> None:
+@pytest.mark.parametrize("ratio", [[0.75, 1.33], [0.1, 0.2], [5.0, 10.0]], ids=str)  # as usual, and high, and wide
+def test_boxes_lie_in_their_images_and_depend_on_the_example_alone(ratio: list[float]) -> None:
     sizes = torch.tensor(SIZES).repeat(200, 1)
-    augment, rng = RandomResizedCrop(), draws(len(sizes))
+    augment, rng = RandomResizedCrop(ratio=ratio), draws(len(sizes))
     boxes = augment.boxes(rng, sizes)
     assert boxes.dtype == torch.int64
     assert bool((boxes[:, :2] >= 0).all() and (boxes[:, 2:] >= 1).all())
@@ -265,3 +271,98 @@ def test_after_crop_mirrors_the_same_images_as_the_whole_augmentation() -> None:
 def test_an_invalid_range_is_refused_by_its_key(key: str, value: list[float]) -> None:
     with pytest.raises(InputError, match=f"augment.{key} is"):
         RandomResizedCrop(**{key: value})
+
+
+WORDS: list[tuple[Augment, str]] = [
+    (NoAugment(), "none"),
+    (CropFlip(), "shift by up to 4 pixels, flip"),
+    (CropFlip(pad=1, flip=0.0), "shift by up to 1 pixel"),
+    (CropFlip(pad=0, flip=0.25), "flip 25 %"),
+    (CropFlip(pad=0, flip=0.0), "none"),
+    (RandomResizedCrop(), "random resized crop, flip"),
+    (RandomResizedCrop(crop="none", flip=1.0), "flip 100 %"),
+    (RandomResizedCrop(crop="none", flip=0.0), "none"),
+    (RandomResizedCrop(flip=0.0, jitter=0.4, grey=0.2), "random resized crop, jitter 0.4, grey 0.2"),
+    (RandomResizedCrop(blur=0.1, solarize=1.0), "random resized crop, flip, blur 0.1, solarize 1"),
+    (RandAugment(), "random resized crop, flip, RandAugment"),
+    (RandAugment(crop="pad"), "shift by up to 4 pixels, flip, RandAugment"),
+    (TrivialAugment(crop="pad", pad=1), "shift by up to 1 pixel, flip, TrivialAugment"),
+    (ThreeAugment(crop="none"), "flip, jitter 0.3, ThreeAugment"),
+]
+
+
+@pytest.mark.parametrize(("augment", "words"), WORDS, ids=[words for _, words in WORDS])
+def test_an_augmentation_says_what_it_does(augment: Augment, words: str) -> None:
+    assert str(augment) == words
+
+
+BOX, SHIFT = {"scale": [0.5, 0.5], "ratio": [1.0, 1.0]}, {"pad": 1, "reflect": True}
+UNUSED = {"none": {**BOX, **SHIFT}, "pad": BOX, "resized": SHIFT, "auto": {}}
+
+
+@pytest.mark.parametrize("crop", UNUSED)
+def test_a_field_that_the_crop_does_not_use_is_refused_and_a_crop_that_is_typed_is_kept(crop: str) -> None:
+    for name, value in {**BOX, **SHIFT}.items():
+        if name not in UNUSED[crop]:
+            assert getattr(RandAugment(crop=crop, **{name: value}), name) == value
+            continue
+        remedy = f"remove it or use augment.crop={'resized' if name in BOX else 'pad'}"
+        with pytest.raises(InputError) as caught:
+            RandAugment(crop=crop, **{name: value})
+        assert str(caught.value) == f"augment.{name} is {value}, but augment.crop={crop} does not use it; {remedy}"
+    for fit, usual in itertools.product(FITS, ("standard", "crop_flip")):
+        source: Any = SimpleNamespace(fit=fit, usual_augment=usual)
+        of_fit = "resized" if fit == "crop" else "none"
+        chosen = {"RandomResizedCrop": of_fit, "RandAugment": "pad" if usual == "crop_flip" else of_fit}
+        for kind in (RandomResizedCrop, RandAugment) if crop != "pad" else (RandAugment,):
+            expected = chosen[kind.__name__] if crop == "auto" else crop
+            assert kind(crop=crop).for_data(source) == kind(crop=expected)
+
+
+def test_the_usual_augmentation_is_fitted_to_the_data_too() -> None:
+    for fit, crop in (("crop", "resized"), ("pad", "none"), ("squash", "none")):
+        source: Any = SimpleNamespace(fit=fit, usual_augment="standard")
+        assert Auto().for_data(source) == RandomResizedCrop(crop=crop)
+    source = SimpleNamespace(fit="crop", usual_augment="shift")
+    assert Auto().for_data(source) == CropFlip(pad=1, flip=0.0)
+    with pytest.raises(InputError, match=r"augment\.reflect is true, but augment\.pad is 0, so nothing is padded"):
+        CropFlip(reflect=True, pad=0)
+    assert CropFlip(reflect=True, pad=1).reflect
+
+
+@pytest.mark.parametrize("options", [{"pad": 2, "flip": 0.3}, {"pad": 2, "reflect": True}, {"pad": 0, "flip": 1.0}])
+def test_a_padded_policy_without_operations_is_the_padded_crop(options: dict[str, Any]) -> None:
+    batch, rng = images(40, 3, 9, 11), draws(40)
+    expected = CropFlip(**options).apply(batch, rng, (9, 11))
+    assert torch.equal(RandAugment(crop="pad", ops=0, **options).apply(batch, rng, (9, 11)), expected)
+    unpadded = ThreeAugment(crop="pad", pad=0, jitter=0.0, flip=0.0).apply(batch, rng, (9, 11))
+    assert unpadded.shape == batch.shape, "reflection of nothing"
+
+
+@pytest.mark.parametrize("name", ["jitter", "grey", "blur", "solarize"])
+def test_each_change_of_colour_works_alone_and_is_compiled_where_that_is_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, rng, uncropped = images(16, 3, 12, 12), draws(16), {"crop": "none", "flip": 0.0}
+    changed = RandomResizedCrop(**uncropped, **{name: 1.0}).apply(batch, rng, (12, 12))
+    assert (changed != batch).flatten(1).any(1).sum() >= 15
+    assert torch.equal(RandomResizedCrop(**uncropped).apply(batch, rng, (12, 12)), batch)
+    compiled: list[bool] = []
+
+    def operated(pixels: Tensor, steps: Any, **how: Any) -> Tensor:
+        compiled.append(how["compiled"])
+        return pixels
+
+    for module in (operations, policies):
+        monkeypatch.setattr(module, "operate_all", operated)
+    for compile in (True, False):
+        for augment in (RandomResizedCrop, RandAugment, ThreeAugment):
+            augment(**uncropped, **{name: 1.0}, compile=compile).apply(batch, rng, (12, 12))
+    assert compiled == [True] * 5 + [False] * 5
+
+
+def test_a_range_may_be_one_number_and_has_two_ends() -> None:
+    assert RandomResizedCrop(scale=[0.5, 0.5], ratio=[2.0, 2.0]).scale == [0.5, 0.5]
+    for key, usual in (("scale", "[0.08,1]"), ("ratio", "[0.75,1.33]")):
+        with pytest.raises(InputError, match=rf"expected two rising numbers: augment\.{key}={re.escape(usual)}$"):
+            RandomResizedCrop(**{key: [0.1, 0.2, 0.3]})

@@ -7,6 +7,7 @@ import pytest
 
 import lockstep
 from helpers import built, forked, photos_of_two_classes
+from lockstep.core.run_dir import RunDir
 from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
 from lockstep.models import Timm
@@ -66,6 +67,14 @@ def test_of_a_run_in_steps_no_epochs_are_chosen(missing: str) -> None:
 def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> None:
     start = auto_training.by_weights(replace(built(*RECIPE), init_from="file.safetensors"), None)
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
+
+
+def test_a_resume_has_published_weights_if_its_run_had_them(missing: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for before in (True, False):
+        run.config.write_text(f"model: {{pretrained: {str(before).lower()}}}\n")
+        start = auto_training.by_weights(built(*RECIPE), run.checkpoints / "step-00000002")
+        assert start.model.pretrained is before
 
 
 def test_a_resume_keeps_the_choices_as_weights_come_or_go(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from torchvision.transforms.v2 import functional as T
 
 import lockstep
 from helpers import preprocessing, refusal, resolved, train_here
+from lockstep.config.options import classes_of
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.transforms.crops import RandomResizedCrop
-from lockstep.data.transforms.policies import RandAugment, TrivialAugment
+from lockstep.data.transforms.policies import RandAugment, ThreeAugment, TrivialAugment
 from lockstep.diagnostics.show import show
 from lockstep.inference.export import export_folder
 from lockstep.inference.images import files_in, stored_image
@@ -174,6 +175,31 @@ def test_operations_on_colours_are_refused_for_other_channels(augment: RandomRes
         augment.check_channels(CHANNELS)
     RandomResizedCrop(blur=0.5).check_channels(CHANNELS)
     RandAugment().check_channels(1)
+
+
+@pytest.mark.parametrize("cls", [cls for cls in classes_of("augment").values() if hasattr(cls, "grey")])
+def test_every_augmentation_with_a_share_of_grey_images_needs_three_channels(cls: type[RandomResizedCrop]) -> None:
+    cls(grey=0.1).check_channels(3)
+    with pytest.raises(InputError, match=r"augment(\.grey|=three_augment).* needs red, green and blue"):
+        cls(grey=0.1).check_channels(1)
+
+
+def test_a_policy_of_colours_proposes_for_bands_what_takes_bands() -> None:
+    with pytest.raises(InputError, match="the images have 5 channels; use augment=standard or augment=crop_flip"):
+        ThreeAugment().check_channels(5)
+    with pytest.raises(InputError, match="the images have 1 channel; use augment=trivialaugment"):
+        ThreeAugment().check_channels(1)
+
+
+@pytest.mark.parametrize(("channels", "shape"), [(1, (6, 10)), (3, (6, 10, 3)), (5, (6, 10, 5))])
+def test_an_image_in_memory_is_the_one_of_its_file(channels: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    how = preprocessing(4, 4, channels)
+    if channels == 5:
+        np.save(file := tmp_path / "image.npy", pixels)
+    else:
+        Image.fromarray(pixels).save(file := tmp_path / "image.png")
+    assert torch.equal(stored_image(pixels, how), stored_image(file, how))
 
 
 def test_means_and_augmentations_of_photos_are_refused_before_there_is_a_run(root: Path, tmp_path: Path) -> None:

@@ -131,6 +131,13 @@ def test_an_empty_batch_between_two_others_counts_nothing(momentum: float | None
         assert torch.equal(layers[1].state_dict()[name], tensor), name
 
 
+def test_a_single_value_leaves_no_infinite_statistics() -> None:
+    layer = SyncBatchNorm(3, momentum=0.5).train()
+    layer(torch.full((1, 3), 4.0))
+    assert layer.running_mean.tolist() == [2.0] * 3
+    assert layer.running_var.tolist() == [0.5] * 3
+
+
 def test_its_gradient_is_its_derivative_and_an_empty_input_passes() -> None:
     layer = SyncBatchNorm(2).double().train()
     assert torch.autograd.gradcheck(layer, values(3, 2, 2, 2).requires_grad_())

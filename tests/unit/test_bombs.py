@@ -23,7 +23,7 @@ from helpers import decoded, preprocessing
 from lockstep.checkpoint.weights import load_start
 from lockstep.core.errors import BrokenImage, InputError, LockstepError
 from lockstep.core.safe_read import MOST_BYTES
-from lockstep.data.datasets import CSV, MNIST, WebDataset
+from lockstep.data.datasets import CSV, MNIST, WebDataset, decode
 from lockstep.data.datasets.builtin import read_idx
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.files import FileSplit
@@ -387,6 +387,25 @@ def png(*more: bytes) -> bytes:
     chunks = (header, *more, b"IDAT" + zlib.compress(rows), b"IEND")
     parts = [struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) for body in chunks]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize(("channels", "fits", "too_large"), [(1, 256, 272), (3, 256, 272), (6, 128, 144)])
+def test_a_grey_image_has_the_limit_of_a_coloured_one_and_bands_that_of_their_bytes(
+    channels: int, fits: int, too_large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "PIXELS", 256)
+
+    def file(pixels: int) -> bytes:
+        shape = (pixels // 16, 16, channels)
+        if channels == 6:
+            np.save(content := io.BytesIO(), np.zeros(shape, np.uint8))
+        else:
+            Image.fromarray(np.zeros(shape, np.uint8).squeeze()).save(content := io.BytesIO(), "png")
+        return content.getvalue()
+
+    assert ImageFile.of(file(fits), channels).height == fits // 16
+    with pytest.raises(ValueError, match=rf"its header says 16x{too_large // 16}, expected at most 256 pixels"):
+        ImageFile.of(file(too_large), channels)
 
 
 @pytest.mark.parametrize("name", LEGAL)

@@ -23,7 +23,8 @@ from torchvision import datasets
 
 from helpers import ROOT, forks, result
 from lockstep.core.errors import InputError
-from lockstep.data.datasets.builtin import CIFAR10, CIFAR100, MNIST, Digits, Fake
+from lockstep.data.datasets import builtin
+from lockstep.data.datasets.builtin import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST, Published
 
 REAL = ROOT.parent / "shared" / "data"
 NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
@@ -64,7 +65,7 @@ def test_digits_has_the_mean_and_deviation_of_its_split_read_once() -> None:
     pixels = Digits().train().images.double() / 255
     assert pixels.mean().item() == pytest.approx(Digits.mean[0], abs=2e-3)
     assert pixels.std().item() == pytest.approx(Digits.std[0], abs=2e-3)
-    assert Digits().train() is Digits().train()
+    assert Digits().train() is Digits().train() is Digits(input_size=12).train()
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real files of MNIST are not beside this checkout")
@@ -98,6 +99,11 @@ def test_mnist_is_read_packed_or_not_and_is_not_unpacked(tmp_path: Path, suffix:
     raw.mkdir(parents=True)
     for stem, array in small_mnist().items():
         (raw / f"{stem}-ubyte{suffix}").write_bytes(gzip.compress(idx(array)) if suffix else idx(array))
+    if not suffix:  # links are read, and a file is read before the packed one beside it
+        linked = raw / f"{NAMES[0]}-ubyte"
+        linked.rename(tmp_path / "elsewhere")
+        linked.symlink_to(tmp_path / "elsewhere")
+        linked.with_name(f"{linked.name}.gz").write_bytes(b"no gzip")
     before = sorted(tmp_path.rglob("*"))
     source = MNIST(root=str(tmp_path))
     source.prepare()
@@ -201,6 +207,26 @@ def test_fake_images_are_the_same_every_time() -> None:
     assert [len(Fake(examples=number, size=1).eval()) for number in (1, 3, 4, 7, 8)] == [1, 1, 1, 1, 2]
 
 
+@pytest.mark.parametrize("targets", ["classes", "labels", "values"])
+def test_fake_data_depend_on_nothing_but_their_options(targets: str) -> None:
+    source, splits = Fake(examples=900, classes=3, channels=1, size=4, targets=targets), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        builtin._random.cache_clear()
+        splits.append([part for split in (source.train(), source.eval()) for part in (split.images, split.labels)])
+    for one, other in zip(*splits, strict=True):
+        assert torch.equal(one, other)
+    images, labels, evaluated, _ = splits[0]
+    assert images.unique().tolist() == [*range(256)]
+    assert source.generated_bytes == images.numel() + evaluated.numel() == 900 * 16 + 225 * 16
+    expected = {"classes": (1, 2 / 3), "labels": (0.3, 0.21), "values": (0, 1)}[targets]
+    moments = labels.double().mean().item(), labels.double().var().item()
+    assert moments == (pytest.approx(expected[0], abs=0.05), pytest.approx(expected[1], abs=0.07))
+    assert labels.shape == ((900,) if targets == "classes" else (900, 3))
+    assert Fake(channels=2).mean == (0.5, 0.5)
+    assert Fake(channels=2).std == (0.25, 0.25)
+
+
 def test_an_oblong_size_is_a_height_and_a_width() -> None:
     """As everywhere: `[height,width]`."""
     fake = Fake(size=[8, 6], examples=4)
@@ -287,7 +313,77 @@ def test_a_data_set_that_cannot_be_downloaded_is_an_error_that_names_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["file:///nowhere/"])
+    root = tmp_path / "data"
     with pytest.raises(InputError) as caught:
-        MNIST(root=str(tmp_path / "data")).prepare()
+        MNIST(root=str(root)).prepare()
     assert "/data (there is no train-images-idx3-ubyte) and cannot be downloaded (" in str(caught.value)
-    assert not (tmp_path / "data").exists()
+    files = ", ".join(f"{name}-ubyte.gz" for name in NAMES)
+    assert f"; put {files} (compressed or not) into {root}/MNIST/raw, or name another folder" in str(caught.value)
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("one mirror failed\nanother failed"), "another failed"),
+        (TimeoutError(" \n"), "TimeoutError"),
+        (None, None),
+    ],
+    ids=["of two lines", "without a text", "none"],
+)
+def test_a_missing_data_set_is_downloaded_whole_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: str | None
+) -> None:
+    fetched, root = [], tmp_path / "deep" / "data"
+
+    def fetch(root: str, train: bool, download: bool) -> None:
+        fetched.append((train, download))
+        assert Path(root, ".FashionMNIST.lock").is_file(), "other processes wait"
+        if error is not None:
+            raise error
+        if "written" in root:
+            shutil.copytree(write_mnist(tmp_path / "mnist") / "MNIST", Path(root, "FashionMNIST"), dirs_exist_ok=True)
+
+    monkeypatch.setattr(datasets, "FashionMNIST", fetch)
+    with pytest.raises(InputError) as caught:
+        FashionMNIST(root=str(root)).prepare()
+    if reason is not None:
+        assert f"(there is no train-images-idx3-ubyte) and cannot be downloaded ({reason}); put" in str(caught.value)
+        assert fetched == [(True, True)]
+    else:
+        assert "FashionMNIST cannot be read from" in str(caught.value), "the download has brought no file"
+        assert fetched == [(True, True), (False, True)]
+        source = FashionMNIST(root=str(tmp_path / "written"))
+        source.prepare()
+        assert (len(source.train()), len(source.eval())) == (12, 4)
+        assert [path.name for path in Path(source.root).iterdir()] == ["FashionMNIST"], "the lock is gone"
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        (MNIST, "MNIST/raw/train-images-idx3-ubyte.gz"),
+        (CIFAR10, "cifar-10-python.tar.gz"),
+        (CIFAR10, "cifar-10-batches-py/data_batch_1"),
+        (CIFAR100, "cifar-100-python"),
+    ],
+)
+def test_nothing_is_downloaded_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: type[Published], place: str
+) -> None:
+    def download(*_: Any, **__: Any) -> None:
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(source, "fetch", download)
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=f"{place} is a symbolic link, which leads elsewhere"):
+        source(root=str(tmp_path)).prepare()
+
+
+@pytest.mark.parametrize("source", [CIFAR10, CIFAR100])
+def test_an_archive_belongs_into_the_folder_where_its_files_are_looked_for(
+    tmp_path: Path, source: type[CIFAR10]
+) -> None:
+    assert source(root=str(tmp_path)).remedy == f"put {source.archive} into {tmp_path}, where it is unpacked"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def test_the_zip_of_a_failed_run_has_its_texts_and_nothing_else(here: Path) -> N
     assert sorted(written) == sorted(names)
     for name, text in written.items():
         assert text == (run.path / name).read_text().replace(str(Path.home()), "~")
-        assert f" kB  {name}\n" in done.out
+        assert re.search(rf"^ *\d+ k?B  {re.escape(name)}$", done.out, re.M), done.out
     assert f"wrote lockstep-{run.path.name}.zip" in " ".join(done.out.split())
     assert {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")} == before
 
@@ -302,3 +303,74 @@ def test_what_is_no_run_has_no_zip(here: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is neither a run nor a sweep"):
         report(str(tmp_path), bundle=True)
     assert not [*here.iterdir()]
+
+
+def test_the_zip_of_a_run_has_each_of_its_texts_in_order_and_no_lock(here: Path, run: RunDir) -> None:
+    run.lock.write_text("{}")
+    report(str(run.path), bundle=True)
+    names = [".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "command.txt", "config.yaml"]
+    names += ["env.json", "gpu.jsonl", "incident/incident.json", "logs/rank0.log", "logs/rank1.error.json"]
+    names += ["logs/slurm-7.log", "metrics.jsonl", "summary.json", "train.log"]
+    assert [*texts(here)] == names
+
+
+def test_the_records_and_logs_of_the_jobs_of_a_sweep_are_in_its_zip(here: Path, tmp_path: Path) -> None:
+    (jobs := tmp_path / "sweep" / "jobs").mkdir(parents=True)
+    (jobs.parent / "sweep.json").write_text("{}")
+    for name in ("000.json", "000.log", "000.damaged"):
+        (jobs / name).write_text("{}")
+    report(str(jobs.parent), bundle=True)
+    assert [*texts(here)] == ["jobs/000.json", "jobs/000.log", "sweep.json"]
+
+
+def test_a_link_in_the_place_of_the_zip_is_not_followed(here: Path, run: RunDir, tmp_path: Path) -> None:
+    (here / "lockstep-one.zip").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"lockstep-one\.zip exists"):
+        report(str(run.path), bundle=True)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("limit", [20, 21, 100])
+def test_a_text_up_to_its_limit_is_whole(limit: int, tmp_path: Path) -> None:
+    (path := tmp_path / "log").write_text("one\ntwo\nthree\nfour\n.")
+    shown = bundle._shortened(path, limit)
+    assert (shown == path.read_text()) == (limit >= 20)
+    path.write_text("first\n" + "x" * 50 + "\nlast\n")
+    assert bundle._shortened(path, 20) == "first\n[51 bytes in the middle are left out]\nlast\n"
+
+
+@pytest.mark.parametrize(
+    "prefix", ["ghp_", "github_pat_", "glpat-", "hf_", "sk-", "wandb_v1_", "xoxb-", "AKIA", "eyJ"]
+)
+@pytest.mark.parametrize("length", [15, 16])
+def test_a_token_is_known_by_its_beginning_and_its_length(prefix: str, length: int) -> None:
+    text = f"printed {prefix}{'a' * length} here"
+    assert redacted(text, ()) == (text if length < 16 else "printed *** here")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".JPEG", ".heic", ".tif", ".TIFF", ".npy", ".webp"])
+def test_the_name_of_an_image_of_any_kind_is_hidden(suffix: str) -> None:
+    assert "Jane" not in redacted(f"cannot read Jane Doe{suffix} here", ())
+    assert redacted("see Jane.txt", ()) == "see Jane.txt"
+
+
+@pytest.mark.parametrize(
+    ("home", "text", "shown"),
+    [
+        ("/", "/a/b and root", "/a/b and root"),
+        ("/root", "/root/x of root", "~/x of root"),
+        ("/data/a+b", "/data/a+b/x of a+b, /data/aab/x", "~/x of ~, /data/aab/x"),
+        ("/data/eve", "/data/eve-2/x, /data/eve_2, x/data/eve, Eve1", "/data/~-2/x, /data/~_2, x/data/~, Eve1"),
+    ],
+)
+def test_only_the_home_and_the_name_of_this_user_are_hidden(
+    home: str, text: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", home)
+    assert redacted(text, ()) == shown
+
+
+def test_the_parts_of_a_secret_are_those_between_spaces_quotes_and_backslashes() -> None:
+    values = {"PASSWORD": "abcdef \"ghijkl' short mnopqr\\stuvwx", "a": ["my.TOKEN=secret1", "plain=secret2"]}
+    values |= {"credentials": {"user": "somebody"}, "authors": "everybody"}  # type: ignore[dict-item]
+    assert [*secrets_in(values)] == ["abcdef", "ghijkl", "mnopqr", "stuvwx", "secret1", "somebody"]

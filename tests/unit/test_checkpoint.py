@@ -11,24 +11,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoint import reading
+from lockstep.checkpoint import files, reading, writing
 from lockstep.checkpoint.files import find_corruption, manifest_text, whole_weights
 from lockstep.checkpoint.reading import check_fingerprint, latest_valid, load_newest, newest_of_run
-from lockstep.checkpoint.state import host_copies
-from lockstep.checkpoint.weights import load_start, read_card
+from lockstep.checkpoint.state import check_plain, host_copies
+from lockstep.checkpoint.weights import load_start, read_card, weights_file
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
 from lockstep.optim.optimizers import SGD, AdamW, Timm
 from lockstep.training.averages import EMA
 
@@ -200,6 +203,25 @@ def test_an_invalid_manifest_is_damage(run: RunDir, content: str) -> None:
     assert find_corruption(path)
 
 
+def test_a_checkpoint_of_a_newer_version_is_no_damage_that_an_older_one_is_resumed_for(run: RunDir) -> None:
+    _, newest = saved(run, 1, 2)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(InputError, match="has format 99"):
+        latest_valid(run.checkpoints)
+
+
+def test_a_disk_that_fails_is_no_damage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(run, 1, 2)
+
+    def failing(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(files, "sha256", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        latest_valid(run.checkpoints)
+
+
 def test_a_damaged_checkpoint_is_not_loaded(run: RunDir) -> None:
     (path,) = saved(run, 1)
     flip(path / "model.safetensors", 999)
@@ -287,6 +309,23 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
     assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in message
     assert f"init_from={second} uses the undamaged weights" in message
     assert """`lockstep train steps=20 'name='"'"'a b'"'"''`""" in message
+
+
+@pytest.mark.parametrize(
+    ("whole", "usable"), [((9, 10, 0), 10), ((9, 0), 9), ((0,), 0), ((), None)], ids=["all", "older", "run", "none"]
+)
+def test_the_newest_whole_weights_of_a_damaged_run_are_proposed_and_then_those_of_the_run(
+    run: RunDir, whole: tuple[int, ...], usable: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = saved(run, 9, 10)
+    for path in (first, second):
+        flip(path / "facts.json", 100)
+    places = {9: first, 10: second, 0: run.path}
+    monkeypatch.setattr(files, "whole_weights", lambda path: path in [places[step] for step in whole])
+    with pytest.raises(InputError) as caught:
+        load_newest(run)
+    proposed = re.search(r"; init_from=(\S+) uses the undamaged weights", str(caught.value))
+    assert (proposed and proposed[1]) == (None if usable is None else str(places[usable]))
 
 
 @pytest.mark.parametrize(
@@ -710,3 +749,239 @@ def test_no_failed_system_call_of_a_save_ends_the_training(tmp_path: Path) -> No
         newest = latest_valid(run.checkpoints)
         assert newest == run.checkpoints / "step-00000003", where
         assert same(load_file(run.weights), load_file(newest / "model.safetensors")), where
+
+
+def test_a_file_that_a_resume_needs_is_missed_at_the_next_checkpoint(run: RunDir) -> None:
+    needed = (run.config, run.composed)
+    for path in needed:
+        path.touch()
+    target = writer(run, needed=needed)
+    save(target, 1)
+    target.wait()
+    run.composed.unlink()
+    save(target, 2)
+    with pytest.raises(StorageError, match=f"{run.composed} was removed while the run used it"):
+        target.wait()
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_one_warning_and_tried_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "no", str(path))
+
+    monkeypatch.setattr(files, "remove", refuse)
+    target = writer(run, keep=1)
+    for step in (1, 2, 3):
+        save(target, step, best=True)
+        target.wait()
+    monkeypatch.undo()
+    warning = "an old checkpoint could not be removed (permission denied); the run tries again"
+    assert capsys.readouterr().out.count(warning) == 1
+    assert steps_left(run) == [3, 2, 1]
+    save(target, 4, best=True)
+    target.wait()
+    assert steps_left(run) == [4]
+
+
+def test_a_checkpoint_gets_its_name_when_all_that_a_resume_reads_is_on_the_disk(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, rename = list[str](), Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append(f"rename {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(writing, "sync", lambda path: events.append(path.name))
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(writing, "write_atomic", lambda path, text: events.append(f"write {path.name}"))
+    for path in (run.metrics, run.table):
+        path.touch()
+    saves, folders = list[tuple[int, str]](), list[Path]()
+    target = writer(run, on_saved=lambda step, folder: (saves.append((step, folder.name)), folders.append(folder)))
+    save(target, 1, best=True)
+    target.wait()
+    assert saves == [(1, "step-00000001")]
+    assert folders == [run.checkpoints / "step-00000001"]
+    before = events[: events.index("rename step-00000001")]
+    assert sorted(before) == sorted([*FILES, ".step-00000001.tmp", "metrics.jsonl", "metrics.csv", ".hydra", "run"])
+    after = ["checkpoints", "write last", "write best", "run"]  # the last one has the export
+    assert events[len(before) + 1 :] == after
+    assert target.unexported is None, "it is written once"
+    run.table.unlink()
+    save(target, 2)
+    target.close()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        target.pool.submit(print)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "reason"),
+    [
+        (OSError(errno.ENOSPC, "x"), None, "no space left on device"),
+        (OSError(errno.ENOSPC, "x"), KeyError("odd"), "no space left on device"),
+        (RuntimeError("PytorchStreamWriter failed"), OSError(errno.EFBIG, "x"), "file too large"),
+        (RuntimeError("odd"), None, "odd"),
+        (StorageError("a sentence"), None, "a sentence"),
+    ],
+)
+def test_a_write_that_failed_has_the_reason_of_the_system(
+    error: Exception, cause: Exception | None, reason: str
+) -> None:
+    error.__context__ = cause
+    assert writing._reason(error) == reason
+
+
+FAILURES = [OSError(5, "odd"), RuntimeError("odd"), SafetensorError("odd"), StorageError("odd")]
+
+
+@pytest.mark.parametrize(
+    "error", [*FAILURES, UnreadableFile(Path("a"), "is odd")], ids=lambda error: type(error).__name__
+)
+def test_no_error_of_a_write_ends_the_training(
+    error: Exception, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    target = writer(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "manifest_text", fail)
+        save(target, 1)
+        target.wait()
+    assert "a checkpoint could not be written (" in capsys.readouterr().out
+    save(target, 2)
+    target.close()
+    assert steps_left(run) == [2]
+
+
+def test_equal_weights_and_facts_give_equal_bytes_whatever_their_order_and_their_letters(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    metadata = {"name": "caf\u00e9 \u6f22", "x": "1", "lockstep": "2"}
+    contents = set()
+    for number, names in enumerate((["name", "x", "lockstep"], ["lockstep", "name", "x"])):
+        files.save_weights(
+            tensors, file := tmp_path / f"{number}.safetensors", {name: metadata[name] for name in names}
+        )
+        contents.add(file.read_bytes())
+        shapes, facts = files.header(file)
+        assert shapes == {"a": (3,), "b": (2, 2)}
+        assert {name: facts[name] for name in metadata} == metadata
+        (tmp_path / "plain").touch()
+        assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode, "as of any other file"
+        (link := tmp_path / f"link{number}.safetensors").symlink_to(file)
+        assert same(files.load_weights(link), tensors)
+        assert files.header(link) == (shapes, facts)
+    assert len(contents) == 1
+    files.save_weights(tensors, tmp_path / "bare.safetensors")
+    assert {*files.header(tmp_path / "bare.safetensors")[1]} == {files.SEAL}
+
+
+def test_weights_without_a_tensor_or_with_a_broken_manifest_are_not_whole(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    assert whole_weights(run.path)
+    files.save_weights({}, run.weights)
+    assert not whole_weights(run.path)
+    (path / "manifest.json").write_text("{}")
+    assert not whole_weights(path)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"identity": {}, "progress": {"step": 1}},
+        {"identity": {"monitor": 3}, "progress": {"step": 1, "scores": []}},
+        {"identity": {"monitor": "top1"}, "progress": {"step": 1}},
+        {"identity": {"monitor": "top1"}, "progress": {"step": 1, "scores": 3}},
+        {"identity": {"monitor": "top1"}, "progress": {"step": 1, "scores": [[1, "x"]]}},
+    ],
+)
+def test_a_checkpoint_with_a_score_that_nobody_can_read_has_none(run: RunDir, facts: dict[str, Any]) -> None:
+    first, second = saved(run, 1, 2)
+    replace_file(second, "facts.json", json.dumps(facts).encode())
+    assert files.best_scored([second, first], 2) == []
+
+
+def test_copies_are_dense_and_their_own_and_keep_the_kinds_of_their_containers() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    tree = {"a": (tensor.T, 3), "b": [tensor], "c": None}
+    copies = host_copies(tree)
+    assert (type(copies["a"]), type(copies["b"]), copies["a"][1], copies["c"]) == (tuple, list, 3, None)
+    assert copies["a"][0].is_contiguous()
+    tensor += 1
+    assert copies["b"][0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert copies["a"][0].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    first: int
+    second: int
+
+
+@pytest.mark.parametrize(
+    ("tree", "place"),
+    [
+        ({"a": [1, (2.0, None, True, "x")], 3: torch.ones(1), "b": nn.Parameter(torch.ones(1))}, ""),
+        ({"a": {1}}, "x['a'] is of type set"),
+        ({"a": [0, {"b": object()}]}, "x['a'][1]['b'] is of type object"),
+        ({(1, b"x"): 1}, "a key of x[1] is of type bytes"),
+        ({"a": Pair(1, 2)}, "x['a'] is of type Pair"),
+        ({"a": np.float64(1)}, "x['a'] is of type float64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_state_has_what_is_loaded_again_as_numbers_and_texts(tree: Any, place: str) -> None:
+    if place:
+        with pytest.raises(InputError, match=f"^{re.escape(place)}, expected tensors, numbers and texts"):
+            check_plain(tree, "x")
+    else:
+        check_plain(tree, "x")
+
+
+def test_a_folder_that_is_called_like_a_file_of_weights_is_a_folder(run: RunDir, tmp_path: Path) -> None:
+    saved(run, 1)
+    for name in ("a.safetensors", "b.pth"):
+        shutil.copytree(run.path, tmp_path / name)
+        assert weights_file(tmp_path / name) == tmp_path / name / "model.safetensors"
+    (tmp_path / "c.pth").touch()
+    with pytest.raises(InputError, match=r"^weights: there are no weights at .*; init_from= takes weights of other"):
+        weights_file(tmp_path / "c.pth", "weights")
+    with pytest.raises(InputError, match=r"expected a .safetensors file or a run folder$"):
+        weights_file(tmp_path / "nowhere" / "d.pth", "weights")
+    (bad := tmp_path / "bad.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(InputError, match=r"^mine: .*bad.safetensors cannot be read"):
+        read_card(bad, "mine")
+
+
+def test_of_a_sweep_the_best_job_is_proposed_before_the_latest_one(tmp_path: Path) -> None:
+    for name in ("latest", "best"):
+        (tmp_path / name).write_text("000-a")
+        with pytest.raises(InputError, match=rf"a run folder, such as {re.escape(str(tmp_path / name))}$"):
+            weights_file(tmp_path)
+
+
+@pytest.mark.parametrize("left", ["last", "best", "weights", "checkpoints"])
+def test_any_trace_of_a_checkpoint_says_that_a_run_had_one(run: RunDir, left: str) -> None:
+    (path,) = saved(run, 1)
+    flip(path / "state.pt", 1)
+    for file in (run.last, run.best, run.weights, path):
+        if file not in (getattr(run, left, None), path if left == "checkpoints" else None):
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    sentences = list[str]()
+    with pytest.raises(
+        InputError, match=r"resume: no checkpoint in .* is complete \((there is no checkpoint left|step-)"
+    ):
+        newest_of_run(run, sentences.append)
+    assert sentences == [], "the error says it all"
+
+
+def test_the_damage_of_a_newer_checkpoint_is_told_to_whoever_asks(run: RunDir) -> None:
+    _, second = saved(run, 1, 2)
+    flip(second / "state.pt", 1)
+    sentences = list[str]()
+    assert newest_of_run(run, sentences.append) == run.checkpoints / "step-00000001"
+    (sentence,) = sentences
+    assert sentence.startswith(f"checkpoint {second} is damaged (")

@@ -33,9 +33,19 @@ from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, relative, slug
 from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.records.record import Record, best_of, figure_of, score_text, swept_keys
-from lockstep.records.runs import differing, groups, read_runs, welch
-from lockstep.records.tables import _difference
+from lockstep.records.record import (
+    Record,
+    best_of,
+    columns_of,
+    figure_of,
+    head,
+    job_key,
+    score_text,
+    swept_keys,
+    varied,
+)
+from lockstep.records.runs import differing, groups, is_below, ordered, read_runs, welch
+from lockstep.records.tables import _difference, errors_of, job_numbers
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
 from lockstep.report.runs import _fits, runs
@@ -158,7 +168,7 @@ def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, ca
     assert re.search(r"^0-2 +0\.1 +91\.00 ± 1\.00 +3 done *$", shown, re.MULTILINE)
     assert "Welch's 95 % interval" in shown
     assert "best: job 1 with 92.00 % top-1, " in shown
-    assert "failed: it is wrong" in shown
+    assert re.findall(r"^\d+ [a-z]+: .*$", shown, re.MULTILINE) == ["1 failed: it is wrong"]
 
 
 def test_a_row_has_all_values_of_a_key_in_which_its_runs_differ(swept: Ledger) -> None:
@@ -332,6 +342,19 @@ def test_runs_of_other_code_are_rows_of_their_own(tmp_path: Path) -> None:
     assert [(row["code of mine"], row["done"]) for row in rows] == [("#aaaaaaa", 1), ("#bbbbbbb", 2)]
 
 
+@pytest.mark.parametrize(("recorded", "names"), [("", "A and B"), ("a", "B"), ("b", "A"), ("ab", None)])
+def test_code_that_one_of_two_runs_did_not_record_is_no_cause(
+    tmp_path: Path, capsys: CAPSYS, recorded: str, names: str | None
+) -> None:
+    for name in "ab":
+        code = {"mine": {"sha256": name * 64, "files": {"model.py": name * 12}}}
+        run(tmp_path / name, extensions=["mine"], **({"code": code, "earlier_code": []} if name in recorded else {}))
+    assert ("your code" in {row["cause"] for row in causes(read_runs(tmp_path))}) == (names is None)
+    compare([str(tmp_path / "a"), str(tmp_path / "b")], by=[], sort=None, form="table")
+    expected = [f"the code of {names} was not recorded"] if names else []
+    assert re.findall(r"^the .*$", table(capsys), re.MULTILINE) == expected
+
+
 @pytest.fixture
 def rates(tmp_path: Path) -> Path:
     """Runs of two rates, the default and one with many digits, with two seeds each and a loss."""
@@ -460,6 +483,9 @@ def test_the_runs_and_sweeps_of_a_folder_are_listed(swept: Ledger, capsys: CAPSY
         "score>50": ["sweeps/one"],
         "score<0": [],
         "score>-1": ["a", "c", "sweeps/one"],
+        "score>.5e+2": ["sweeps/one"],
+        "score<+5E-1": ["c"],
+        "score>50.": ["sweeps/one"],
     }.items():
         assert sorted(row["name"] for row in listed(capsys, outputs, filters=[limit])) == names, limit
     assert listed(capsys, outputs, filters=["overrides<1"]) == [], "a list is neither less nor more"
@@ -801,6 +827,13 @@ def test_a_run_that_was_made_twice_is_one_sample_of_the_spread(tmp_path: Path) -
     assert (row["done"], row["score"]) == (2, 91.5)
 
 
+def test_a_run_that_was_made_twice_with_other_code_is_two_samples(tmp_path: Path) -> None:
+    for number, score in enumerate((90.0, 92.0)):
+        run(tmp_path / str(number), score=score, code={"mine": {"files": {}, "sha256": str(number) * 64}})
+    (row,) = groups(read_runs(tmp_path), by=["seed"])
+    assert (row["done"], row["score"]) == (2, 91.0)
+
+
 def test_a_job_whose_process_is_gone_was_killed_as_far_as_its_own_machine_can_see() -> None:
     record = Record(number=0, overrides=(), folder="000-a", state=State.running, host=socket.gethostname(), pid=1)
     assert record.present_state is State.killed
@@ -832,6 +865,16 @@ def test_the_rungs_of_a_ladder_are_no_rivals_of_runs(tmp_path: Path, capsys: CAP
     assert [row["score"] for row in json.loads(capsys.readouterr().out)] == [90.0]
     compare([str(tmp_path / "ladders")], by=[], sort=None, form="json")
     assert len(json.loads(capsys.readouterr().out)) >= 1
+
+
+def test_what_a_link_in_a_run_leads_to_is_not_of_its_size(tmp_path: Path, capsys: CAPSYS) -> None:
+    folder = run(tmp_path / "runs" / "a", score=1.0)
+    (tmp_path / "large").write_bytes(bytes(10**6))
+    (before,) = listed(capsys, folder.parent)
+    for name, target in (("link", tmp_path / "large"), ("gone", tmp_path / "gone")):
+        (folder / name).symlink_to(target)
+    (row,) = listed(capsys, folder.parent)
+    assert row["size"] == before["size"] + len(str(tmp_path / "large")) + len(str(tmp_path / "gone"))
 
 
 def test_a_sweep_began_when_its_first_job_did(swept: Ledger, capsys: CAPSYS) -> None:
@@ -877,3 +920,368 @@ def test_settings_with_the_same_scores_at_all_seeds_are_within_the_spread(tmp_pa
     rows = {row["model"]: row for row in groups(read_runs(tmp_path))}
     assert [rows[name]["within_spread"] for name in "xyz"] == [None, True, False]
     assert (rows["y"]["low"], rows["y"]["high"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["completed", "failed", "stopped", "running"])
+def test_a_run_is_shown_with_the_commands_that_its_files_allow(name: str, tmp_path: Path, capsys: CAPSYS) -> None:
+    folder = run(tmp_path / "a", status=name)
+    listing("a")(tmp_path)
+    commands = re.findall(r"^ +(\w+)  +(lockstep .*)$", table(capsys), re.MULTILINE)
+    resume = [("resume", f"lockstep train resume={folder}")] * (name in ("stopped", "running"))
+    assert commands == [*resume, ("report", f"lockstep report {folder}")]
+    RunDir(folder).weights.touch()
+    listing("a")(tmp_path)
+    commands = re.findall(r"^ +(\w+)  +(lockstep .*)$", table(capsys), re.MULTILINE)
+    usual = ("evaluate", "predict", "export", "demo")
+    assert [label for label, _ in commands] == [*usual, *["resume"] * len(resume), "report"]
+    assert ("predict", f"lockstep predict {folder} FILE") in commands
+
+
+def test_a_run_is_shown_with_its_error_and_what_it_has_learnt_and_a_best_of_zero(
+    tmp_path: Path, capsys: CAPSYS
+) -> None:
+    run_dir = RunDir(run(tmp_path / "a", "optimizer.lr=0.123456789", status="failed"))
+    time = {"data": 0.0, "forward": 1.0, "step": None}
+    scores = {"top1": 0.0, "f1": None, "recall/cat": 0.5}
+    run_dir.write_summary(error="the loss is nan", best=0.0, learning={"sentence": "nothing yet"}, time=time)
+    run_dir.write_summary(scores=scores, started=None)
+    listing("a")(tmp_path)
+    shown = table(capsys)
+    rows = dict(re.findall(r"^ +(\w+)  (\S.*)$", shown, re.MULTILINE))
+    assert {name: rows[name] for name in ("state", "error", "best", "learning", "time", "scores")} == {
+        "state": "failed",
+        "error": "the loss is nan",
+        "best": "0.00 % top-1",
+        "learning": "nothing yet",
+        "time": "forward 100 %",
+        "scores": "0.00 % top-1",
+    }
+    assert rows["overrides"] == "optimizer.lr=0.1235"
+    bare = run(tmp_path / "b", score=1.0)
+    RunDir(bare).write_summary(error="it has 0.123456789")
+    listing("b")(tmp_path)
+    shown = table(capsys)
+    assert re.search(r"^ +overrides  none$", shown, re.MULTILINE)
+    assert "error  it has 0.123456789\n" in shown
+
+
+def test_a_damaged_run_is_shown_as_far_as_it_is_whole(tmp_path: Path, capsys: CAPSYS) -> None:
+    folder = run(tmp_path / "a", score=1.0)
+    RunDir(folder).summary.write_text("{")
+    with pytest.raises(InputError, match=r"summary\.json"):
+        listing("a")(tmp_path)
+    assert f"lockstep report {folder}" in table(capsys)
+
+
+def two(folder: Path, **env: Any) -> list[Any]:
+    """Two runs, of which the second has another environment."""
+    run(folder / "a", score=0.0)
+    run(folder / "b", score=0.0, **env)
+    return read_runs(folder)
+
+
+@pytest.mark.parametrize(
+    ("env", "cause", "rows"),
+    [
+        ({"git": "b2"}, "code", [("git", "a1", "b2")]),
+        ({"git_changes": "x"}, "code", [("git_changes", "unknown", "x")]),
+        ({"packages": {"torch": "2.15.0", "lockstep": "2"}}, "code", [("lockstep", "unknown", "2")]),
+        ({"extensions": ["mine"], "code": {}}, "code", [("extensions", "unknown", "['mine']")]),
+        ({"packages": {"torch": "3"}}, "versions", [("torch", "2.15.0", "3")]),
+        *(({key: "9"}, "versions", [(key, "unknown", "9")]) for key in ("python", "cuda", "cudnn", "nccl", "driver")),
+        ({"threads": 2, "pythons": 1}, "machine", [("pythons", "unknown", "1"), ("threads", "1", "2")]),
+    ],
+    ids=str,
+)
+def test_what_differs_of_an_environment_is_code_a_version_or_the_machine(
+    env: dict[str, Any], cause: str, rows: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    expected = [(cause, *row) for row in rows]
+    assert [tuple(row.values()) for row in causes(two(tmp_path, **env))] == expected
+
+
+IDENTITY = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
+
+
+@pytest.mark.parametrize("key", [*IDENTITY, "seed", "training"])
+def test_the_facts_of_a_checkpoint_that_are_of_the_data_are_a_cause(key: str, tmp_path: Path) -> None:
+    runs = two(tmp_path)
+    for name in "ab":
+        checkpoint = RunDir(tmp_path / name).checkpoints / "step-00000001"
+        checkpoint.mkdir()
+        (checkpoint / "facts.json").write_text(json.dumps({"identity": {key: {"x": name}}}))
+    runs = read_runs(tmp_path)
+    expected = [("data", f"{key}.x", "a", "b")] if key in IDENTITY else []
+    assert [tuple(row.values()) for row in causes(runs)] == expected
+
+
+def test_the_users_code_is_compared_by_file_and_by_what_came_before(tmp_path: Path) -> None:
+    plain = {"mine": {"sha256": "s1", "files": {}, "git": "g1", "git_changes": "c1"}}
+    files = {"mine": {"sha256": "s2", "files": {"a.py": "1", "b.py": "2"}, "git": "g2", "git_changes": "c1"}}
+    earlier = [{"package": "mine", "until_step": 5, "sha256": None}]
+    run(tmp_path / "a", extensions=["mine"], code=plain, earlier_code=[])
+    run(tmp_path / "b", extensions=["mine"], code=files, earlier_code=earlier)
+    rows = [tuple(row.values()) for row in causes(read_runs(tmp_path))]
+    assert rows == [
+        ("your code", "mine", "s1", "none"),
+        ("your code", "mine until step 5", "none", "not recorded"),
+        ("your code", "mine/a.py", "none", "1"),
+        ("your code", "mine/b.py", "none", "2"),
+        ("code", "mine.git", "g1", "g2"),
+    ]
+
+
+def test_of_the_causes_of_a_kind_those_that_were_typed_come_first(tmp_path: Path) -> None:
+    run(tmp_path / "a", "optimizer.lr=0.1", "seed=1")
+    run(tmp_path / "b", "optimizer.lr=0.2", "seed=2")
+    composed = components.read_config(RunDir(tmp_path / "b").composed)
+    RunDir(tmp_path / "b").composed.write_text(components.dump({**composed, "batch": 8}))
+    keys = [(row["cause"], row["key"]) for row in causes(read_runs(tmp_path))]
+    assert keys == [("config", "optimizer.lr"), ("config", "batch"), ("seed", "seed")]
+
+
+def test_two_runs_are_compared_by_causes_unless_scores_are_asked_for(tmp_path: Path, capsys: CAPSYS) -> None:
+    two(tmp_path, git="b2")
+    paths = [str(tmp_path / name) for name in "ab"]
+    kinds = {}
+    for name, (folders, options) in {
+        "causes": (paths, {}),
+        "by": (paths, {"by": ["seed"]}),
+        "columns": (paths, {"columns": ["score"]}),
+        "a folder": ([str(tmp_path)], {}),
+    }.items():
+        words: dict[str, Any] = {"by": [], "sort": None, "form": "json", **options}
+        compare(folders, **words)
+        kinds[name] = "cause" in json.loads(table(capsys))[0]
+    assert kinds == {"causes": True, "by": False, "columns": False, "a folder": False}
+    compare(paths, by=[], sort=None, form="markdown")
+    shown = table(capsys)
+    assert shown.startswith(f"A  done  0.00 % top-1  {tmp_path / 'a'}\n")
+    assert "| likely cause | key | A | B |" in shown
+    assert "the same run" not in shown
+    RunDir(tmp_path / "b").environment.write_text("{")
+    with pytest.raises(InputError, match=r"env\.json"):
+        compare(paths, by=[], sort=None, form="json")
+
+
+def test_errors_of_runs_are_counted_below_a_table_alone(tmp_path: Path, capsys: CAPSYS) -> None:
+    for name, error in zip("abc", ("no", "no", "other"), strict=True):
+        RunDir(run(tmp_path / name, f"batch={ord(name)}", status="failed")).write_summary(error=error)
+    compared()(tmp_path)
+    endings = re.findall(r"^\d failed: .*$", table(capsys), re.MULTILINE)
+    assert endings == ["2 failed: no", "1 failed: other"]
+    compared(form="markdown")(tmp_path)
+    assert "failed: no" not in table(capsys).replace("| failed: no |", "")
+
+
+def test_a_listing_says_what_it_is_of(swept: Ledger, monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS) -> None:
+    outputs = swept.folder.parent.parent
+    monkeypatch.chdir(outputs)
+    run(outputs / "alone", "batch=8", score=50.0)
+    listing()(outputs)
+    shown = table(capsys)
+    assert "one job" not in shown
+    assert "01-01 00:00" in shown
+    assert "1970" not in shown
+    assert "None" not in shown
+    assert re.match(r"name +when +batch +optimizer\.lr +seed +score|name +when ", shown)
+    assert re.search(r"\d+\.?\d* [kM]B", shown)
+    listing()(swept.folder)
+    shown = table(capsys)
+    first, *_ = shown.splitlines()
+    assert first.split()[:2] == ["job", "when"]
+    job = re.search(r"^one job: lockstep runs sweeps/one/(\d)$", shown, re.MULTILINE)
+    assert job is not None
+    assert shown.splitlines()[1].split()[0] == job[1]
+    listing(form="markdown")(swept.folder)
+    assert "one job" not in table(capsys)
+    (row,) = listed(capsys, outputs / "alone")
+    assert (row["name"], "status" in row) == ("alone", False)
+    runs(str(outputs / "alone"), sort="when", filters=["state=done"], form="table")
+    assert table(capsys).startswith("name")
+    runs(str(outputs), sort="when", filters=["state=done", "batch=7"], form="table")
+    assert table(capsys) == "no run fits state=done and batch=7\n"
+    runs(str(outputs), sort="when", filters=["batch=8", "state<1"], form="json")
+    assert json.loads(table(capsys)) == []
+    row = next(row for row in listed(capsys, outputs) if row["name"] == "sweeps/one")
+    assert (row["optimizer.lr"], row["seed"]) == ("1,2", "1,2")
+    for act in (listing(columns=["lr"]), compared(columns=["lr"], form="csv")):
+        with pytest.raises(InputError, match="--columns lr: there is no such column"):
+            act(outputs)
+
+
+def test_a_chosen_column_is_there_once_and_a_person_finds_the_name_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        folder = run(tmp_path / f"run{number}", f"batch={number}", score=1.0)
+        composed = components.read_config(RunDir(folder).composed)
+        RunDir(folder).composed.write_text(components.dump({**composed, "tags": ["x"]}))
+        (folder / "metrics.jsonl").write_text(f'{{"step": 1, "my/gap": {number - 1}}}\n')
+    file = on_terminal(monkeypatch, 120)
+    monkeypatch.setattr(console.Terminal, "is_terminal", True)
+    runs(str(tmp_path), sort="my/gap", filters=[], form="table", columns=["batch", "tags", "my/gap"])
+    head, *rows = re.sub(r"\x1b\[\d*m", "", file.getvalue()).splitlines()
+    assert head.split() == ["when", "batch", "my/gap", "tags", "size", "state", "name"]
+    assert [row.split()[-1] for row in rows] == ["run1", "run2"]
+    assert [row.split()[3] for row in rows] == ["0", "1"], "0 is a figure"
+
+
+def test_a_file_that_a_job_has_just_removed_has_no_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS
+) -> None:
+    folder = run(tmp_path / "a", score=1.0)
+    (folder / "gone").write_bytes(bytes(10**6))
+    lstat = os.lstat
+
+    def vanishing(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", vanishing)
+    assert listed(capsys, tmp_path)[0]["size"] < 10**6
+
+
+@pytest.mark.parametrize(
+    ("jobs", "text"),
+    [([3], "3"), ([0, 1], "0, 1"), ([0, 1, 2], "0-2"), ([0, 2, 3], "0, 2, 3"), ([4, 5, 6, 7], "4-7")],
+)
+def test_three_jobs_in_a_row_are_a_range(jobs: list[int], text: str) -> None:
+    assert job_numbers(jobs) == text
+
+
+def test_each_line_of_an_error_has_the_jobs_that_have_it() -> None:
+    errors = ("", "a\nb", "a\nb", "c", "")
+    records = [Record(number=n, overrides=(), folder="", error=error) for n, error in enumerate(errors)]
+    assert [(record.number, lines) for record, lines in errors_of(records)] == [
+        (1, ["jobs 1, 2: a", "jobs 1, 2: b"]),
+        (3, ["job 3: c"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "score", "expected"),
+    [
+        ("score", "score", "score"),
+        ("score", "top1", "val top-1"),
+        ("f1", "top1", "val f1"),
+        ("metric/f1", "top1", "val f1"),
+        ("loss", "top1", "val loss"),
+        ("test", "top1", "test"),
+        ("seconds", "top1", "seconds"),
+        ("my/gap", "top1", "my/gap"),
+    ],
+)
+def test_the_head_of_a_column_says_of_what_it_is(name: str, score: str, expected: str) -> None:
+    assert head(name, score, {"metric/f1": Direction.maximize}) == expected
+
+
+def test_figures_have_the_digits_of_their_kind() -> None:
+    shown = [
+        score_text(12.345678, figure) for figure in ("score", "seconds", "kwh", "megabytes", "top1", "f1", "loss")
+    ]
+    assert shown == ["12.35", "12.3", "12.3", "12.3", "12.35", "12.35", "12.35"]
+    assert [score_text(-0.5, "score"), score_text(-12.0, "score"), score_text(0.0, "top1")] == [
+        "-0.5",
+        "-12.00",
+        "0.00",
+    ]
+
+
+def test_a_job_is_its_overrides_without_its_place_and_its_setting_is_without_samples() -> None:
+    words = ("lr=0.1", "seed=1", "output_root=a", "dataset.fold=2")
+    assert job_key(words) == {"lr=0.1", "seed=1", "dataset.fold=2"}
+    assert job_key(words, samples=False) == {"lr=0.1"}
+    record = Record(number=0, overrides=("a=b=c", "d="), folder="")
+    assert record.values == {"a": "b=c", "d": ""}
+    assert varied(("a=b=c", "d="), ["a"]) == ["a=b=c"]
+    assert swept_keys([("a=1=2",), ("a=1=3",)]) == ("a",)
+
+
+@pytest.mark.parametrize("state", State)
+def test_what_a_cluster_has_is_in_its_queue_or_runs_and_what_has_ended_trains_no_further(state: State) -> None:
+    record = Record(number=0, overrides=(), folder="", state=state, submitted="7_1", objective=5.0)
+    assert record.runs_elsewhere == (state in (State.waiting, State.running))
+    assert not replace(record, submitted="").runs_elsewhere
+    assert record.has_ended == (state in (State.done, State.failed, State.pruned))
+    assert record.score == (None if state is State.pruned else 5.0)
+
+
+def test_the_figures_of_a_run_are_found_by_their_names(tmp_path: Path) -> None:
+    run_dir = RunDir(run(tmp_path / "a", score=5.0))
+    run_dir.write_summary(
+        spent={"kwh": 0.5, "usd": 0.0}, scores={"f1": 0.0, "mcc": None}, seconds=70.0, best_step=None
+    )
+    lines = [{"step": 10, "perf/step_ms": 100}, {"step": 30, "perf/step_ms": 50}, {"step": 30, "my/gap": 0.0}]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    of = {name: figure_of(Run(run_dir.path), name) for name in ("score", "kwh", "usd", "f1", "metric/f1", "mcc")}
+    assert of == {"score": 5.0, "kwh": 0.5, "usd": 0.0, "f1": 0.0, "metric/f1": 0.0, "mcc": None}
+    of = {name: figure_of(Run(run_dir.path), name) for name in ("seconds", "my/gap", "status", "megabytes", "none")}
+    assert of == {"seconds": 2.0, "my/gap": 0.0, "status": None, "megabytes": None, "none": None}
+    run_dir.metrics.unlink()
+    assert figure_of(Run(run_dir.path), "seconds") is None
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_of_equal_jobs_the_first_is_the_best_and_a_zero_is_a_score(direction: Direction) -> None:
+    scores = (None, 0.0, 0.0, None)
+    records = [Record(number=n, overrides=(), folder="", objective=score) for n, score in enumerate(scores)]
+    assert best_of(records, direction) == best_of(records[::-1], direction) == records[1]
+    assert best_of(records[:1], direction) is None
+
+
+def test_columns_come_in_the_order_of_their_names_and_the_test_is_the_last(judged_runs: Path) -> None:
+    assert columns_of([]) == ["score"]
+    runs = [next(run for run in read_runs(judged_runs) if run.folder.name == name) for name in ("d", "g", "a0")]
+    assert columns_of(runs) == ["score", "f1", "test"]
+
+
+@pytest.mark.parametrize(
+    ("key", "heads", "below"),
+    [("a", ["a"], True), ("a.b", ["a"], True), ("ab", ["a"], False), ("b", ["a", "b"], True), ("a", ["a.b"], False)],
+)
+def test_a_key_is_below_its_block_and_no_other(key: str, heads: list[str], below: bool) -> None:
+    assert is_below(key, heads) == below
+
+
+def test_a_column_is_sorted_numbers_first_then_texts_then_nothing() -> None:
+    values = [None, "b", 2.0, "", "10", "a", -1]
+    rows: list[dict[str, Any]] = [{"x": value, "direction": Direction.maximize} for value in values] + [
+        {"direction": Direction.maximize}
+    ]
+    assert [row.get("x") for row in ordered(rows, "x", {})] == [-1, 2.0, "10", "a", "b", None, "", None]
+    scores = [{"score": value, "direction": Direction.maximize} for value in (1.0, None, 3.0)]
+    assert [row["score"] for row in ordered(scores, "score", {})] == [3.0, 1.0, None]
+    tests = [{"test": value, "direction": Direction.minimize} for value in (3.0, 1.0)]
+    assert [row["test"] for row in ordered(tests, "test", {})] == [1.0, 3.0]
+    logged = [{"my/gap": value, "direction": Direction.minimize} for value in (1.0, 3.0)]
+    assert [row["my/gap"] for row in ordered(logged, "my/gap", {"my/gap": Direction.maximize})] == [3.0, 1.0]
+    assert ordered([], "anything", {}) == []
+    with pytest.raises(InputError, match=r"--sort scor: there is no such column\. Did you mean '--sort score'\?"):
+        ordered(scores, "scor", {})
+    with pytest.raises(
+        InputError, match=r"--sort zzz: there is no such column\. There are score, direction, and the"
+    ):
+        ordered(scores, "zzz", {})
+
+
+def test_a_table_in_another_form_has_no_sentences_and_chosen_figures_no_differences(
+    swept: Ledger, capsys: CAPSYS
+) -> None:
+    heads = {}
+    for form, columns in (("table", []), ("table", ["score"]), ("markdown", []), ("table", ["seed"])):
+        compare([str(swept.folder)], by=[], sort=None, form=form, columns=columns)
+        shown = table(capsys)
+        heads[form, *columns] = ("to the best" in shown, "Welch's" in shown, "best: job" in shown)
+    assert heads == {
+        ("table",): (True, True, True),
+        ("table", "score"): (False, False, True),
+        ("markdown",): (True, False, False),
+        ("table", "seed"): (False, False, True),
+    }
+    alone = sweep(swept.folder.parent / "two", {("batch=1",): 0.0})
+    compare([str(alone.folder)], by=[], sort=None, form="table")
+    shown = table(capsys)
+    assert "to the best" not in shown, "there is nothing to compare it with"
+    assert "best: job 0 with 0.00 % top-1" in shown

@@ -7,17 +7,28 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigLoadError
+from omegaconf import OmegaConf
 
 from helpers import ROOT, command, composed, forked, train
-from lockstep.config import components
+from hydra_plugins.lockstep import named_options
+from hydra_plugins.lockstep.named_options import NamedOptions
+from lockstep.cli.main import COMMANDS, main
+from lockstep.config import components, options
 from lockstep.config.command_line import answered
+from lockstep.config.extensions import Extension
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.config.options import TIMM, model_of, models_of, tagged_names
+from lockstep.config.schema import GROUPS
 from lockstep.models import Timm
+from lockstep.runtime import program, signals
 
 QUERY = ("-sc", "query=bash")
 
@@ -112,9 +123,9 @@ def test_a_name_of_timm_composes_to_every_field_of_its_class(words: str) -> None
 
 def test_files_and_names_are_listed_together_and_a_file_wins() -> None:
     with initialize_config_dir(str(ROOT / "conf")):
-        options = GlobalHydra.instance().config_loader().get_group_options("model")
-    assert {"digitnet", "resnet34", "resnet50d", "vit_tiny_patch16_224"} <= set(options)
-    assert len(options) == len(set(options))
+        names = GlobalHydra.instance().config_loader().get_group_options("model")
+    assert {"digitnet", "resnet34", "resnet50d", "vit_tiny_patch16_224"} <= set(names)
+    assert len(names) == len(set(names))
     assert composed("model=resnet34")["model"]["_target_"] == "lockstep.models.ResNet34"
 
 
@@ -125,9 +136,114 @@ def test_the_catalog_is_the_list_that_timm_gives_alone_and_with_a_tag() -> None:
     assert model_of("resnet50d.ra2_in1k") == ("timm", "resnet50d.ra2_in1k")
     assert model_of("resnet50e") is None
     assert model_of("") is None
+    assert models_of("no_such_library") == models_of("this") == (), "a module has no models of its own"
 
 
 def test_reading_the_catalog_imports_neither_timm_nor_torch() -> None:
     loaded = "bool({'timm', 'torch'} & sys.modules.keys())"
     code = f"import sys, lockstep.config.options as c; c.models_of('timm'); sys.exit({loaded})"
     assert command(sys.executable, "-c", code).code == 0
+
+
+def test_options_without_a_file_are_listed_and_found_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+    monkeypatch.setattr("lockstep.config.extensions.active", tuple)
+
+    @options.option("metric", "of_mine")
+    class Mine:
+        half: float = 0.5
+
+        def build(self, *_: object) -> Any: ...
+
+    named = NamedOptions(provider="lockstep", path="lockstep://")
+    places = {"": True, "/": True, "model": True, "/metric/": True, "hydra": False, "model/x": False}
+    assert {place: named.is_group(place) for place in places} == places
+    assert named.list("", None) == named.list("", ObjectType.GROUP) == [*GROUPS]
+    assert (
+        named.list("", ObjectType.CONFIG) == named.list("hydra", None) == named.list("model", ObjectType.GROUP) == []
+    )
+    assert named.list("metric", None) == named.list("/metric/", ObjectType.CONFIG) == ["of_mine"]
+    models = named.list("model", None)
+    assert {"resnet50d", "torchvision.resnet50"} <= {*models}
+    assert "torchvision.resnet50d" not in models
+    configs = dict.fromkeys(
+        ("model/resnet50d", "/model/resnet50d.yaml", "model/torchvision.resnet18", "loss/object"), True
+    )
+    configs |= dict.fromkeys(("model/object", "dataset/object", "metric/of_mine", "metric/of_mine.yaml"), True)
+    configs |= dict.fromkeys(
+        ("loss/resnet50d", "metric/object", "model/zzz", "resnet50d", "metric", "hydra/x"), False
+    )
+    assert {place: named.is_config(place) for place in configs} == configs
+
+    def loaded(place: str) -> Any:
+        result = named.load_config(place)
+        assert (result.provider, result.path, result.header) == ("lockstep", "lockstep://", {"package": None})
+        return OmegaConf.to_container(result.config)
+
+    of_timm = {"defaults": ["timm", "_self_"], "name": "resnet50d.ra2_in1k"}
+    assert loaded("model/resnet50d.ra2_in1k") == of_timm
+    assert loaded("model/torchvision.resnet18") == {"defaults": ["torchvision", "_self_"], "name": "resnet18"}
+    mine: Any = Mine
+    assert loaded("metric/of_mine") == {"of_mine": {"_target_": options.class_path(mine), "half": 0.5}}
+    assert loaded("loss/object")["_target_"] == "lockstep.training.objects.LossObject"
+    with pytest.raises(ConfigLoadError, match="Config not found: model/zzz"):
+        named.load_config("model/zzz")
+
+
+def test_the_search_path_is_ours_behind_that_of_extensions_and_no_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    both = (Extension("bare", "it", tmp_path / "conf"), Extension("mine", "it", tmp_path))
+    monkeypatch.setattr("lockstep.config.extensions.active", lambda: both)
+    for is_ours, expected in (
+        (True, [("extension mine", f"file://{tmp_path}/conf"), ("lockstep", "lockstep://")]),
+        (False, []),
+    ):
+        monkeypatch.setattr(named_options, "works_for_lockstep", lambda is_ours=is_ours: is_ours)
+        path = ConfigSearchPathImpl()
+        named_options.LockstepSearchPath().manipulate_search_path(path)
+        assert [(entry.provider, entry.path) for entry in path.get_path()] == expected
+
+
+LINES: dict[str, tuple[str, str, str]] = {
+    # What the shell has, and what is left to Hydra of it, or what is written.
+    "train": ("lockstep train seed", "lockstep seed", ""),
+    "train in a folder": ("./bin/lockstep  train  seed", "./bin/lockstep  seed", ""),
+    "trained": ("lockstep trained ", "", ""),
+    "commands": ("lockstep e", "", "evaluate export\n"),
+    "all commands": ("lockstep ", "", f"{' '.join(('train', *COMMANDS))}\n"),
+    "train itself": ("lockstep tr", "", "train\n"),
+    "files": ("lockstep evaluate ", "", ""),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("flag", ["-sc", "--shell-completion"])
+def test_a_shell_gets_commands_and_hydra_completes_the_words_of_train(
+    name: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, left, written = LINES[name]
+    began: list[Any] = []
+    monkeypatch.setattr(signals, "begin", lambda **options: began.append(options))
+    monkeypatch.setattr("lockstep.cli.train.train_command", lambda: began.append(os.environ["COMP_LINE"]))
+    monkeypatch.setattr(program, "finish", lambda: began.append("finished"))
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["lockstep", flag, "query=bash"])
+    main()
+    assert began == [{"says": signals.STOPPED}, *[left] * bool(left), "finished"]
+    assert capsys.readouterr().out == written
+    began.clear()
+    monkeypatch.setattr(sys, "argv", ["lockstep", flag, "install=bash"])
+    main()
+    assert len(began) == 3, "Hydra installs it, whatever the line is"
+
+
+def test_the_command_train_is_the_training_command_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[Any] = []
+    monkeypatch.setattr(signals, "begin", lambda **options: began.append(options))
+    monkeypatch.setattr("lockstep.cli.train.train_command", lambda: began.append([*sys.argv]))
+    monkeypatch.setattr(program, "finish", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "train", "train"])
+    main()
+    assert began == [{"says": signals.STOPPED_EARLY}, ["lockstep", "train"]]

@@ -1,26 +1,38 @@
 """The configuration: how it becomes typed objects, and the message for an invalid one."""
 
 import dataclasses
+import enum
 import errno
 import importlib
+import inspect
 import itertools
 import re
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+import yaml
+from torch import nn
 
 from helpers import ROOT, chosen, composed
-from lockstep.config import components, composition, messages
-from lockstep.config.composition import ConfigFiles
+from lockstep.config import components, composition, messages, options
+from lockstep.config.composition import VALUE_KEYS, ConfigFiles
 from lockstep.config.hydra_versions import initialize_config_dir
-from lockstep.config.options import classes_of, modules_of
-from lockstep.config.schema import GROUPS, MANY
+from lockstep.config.options import classes_of, modules_of, option
+from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.errors import InputError, RankFailed, StorageError
+from lockstep.core.fields import leaves
+from lockstep.core.observer import Callback
+from lockstep.core.protocols import Model
 from lockstep.core.safe_write import FULL
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.launcher import Spawn
+from lockstep.metrics import F1
 from lockstep.optim.optimizers import SGD, Timm
 from lockstep.runtime import program
+from lockstep.tasks import Multilabel
 
 CONF = ROOT / "conf"
 OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
@@ -162,6 +174,7 @@ def test_an_error_is_shown_line_by_line_and_only_the_users_is_translated(capsys:
     assert messages.translate(refused) is refused
     program.explain(InputError("one", "two"))
     assert capsys.readouterr().err == "lockstep: one\nlockstep: two\n"
+    assert str(InputError("of a\nname", "two\x1b")) == "of a\\nname\ntwo\\x1b", "a line for each problem"
     program.explain(RankFailed("rank 1 failed", "Traceback\n  here\n"))
     assert capsys.readouterr().err == "Traceback\n  here\nlockstep: rank 1 failed\n"
 
@@ -171,3 +184,361 @@ def test_an_earlier_command_composes_again_with_the_new_overrides_behind_it() ->
         job = composition.recompose(["name=x", "epochs=3", "augment=crop_flip"], ("epochs=9",), ConfigFiles())
     assert (job["epochs"], job["name"]) == (9, "x")
     assert components.build("augment", job["augment"]) == CropFlip()
+
+
+def test_an_option_has_the_name_of_its_class_in_snake_case_and_a_group_of_a_users_the_name_of_no_key() -> None:
+    names = {"ResNet18": "res_net18", "SGD": "sgd", "AdamW": "adam_w", "MyNet2Go": "my_net2_go", "x": "x"}
+    assert {name: options.name_from(name) for name in names} == names
+    assert options.can_be_group("debug")
+    unfit = (*GROUPS, *vars(Job()), "experiment", "hydra", "a-b", "a/b", "", "a.b")
+    assert [name for name in unfit if options.can_be_group(name)] == []
+
+
+def test_the_default_of_a_key_is_the_one_of_the_default_job_and_of_the_first_option_that_has_it() -> None:
+    job = composed()
+    for key, value in leaves(job):
+        if key.partition(".")[0] in (*VALUE_KEYS,) and key != "name":
+            assert options.default_of_key(key) == value, key
+    assert options.default_of_key("optimizer.nesterov") is SGD().nesterov
+    assert options.default_of_key("optimizer.none_has_it") is options.default_of_key("none_has_it") is None
+
+
+def test_the_values_of_a_config_are_in_its_own_words() -> None:
+    words = {"null": None, "true": True, "false": False, "none": [], "a, null, 1.5": ["a", None, 1.5], "0": 0, "": ""}
+    assert {options.value_text(value): value for value in words.values()} == words
+
+
+KEYS_OF_MANY = [
+    (g, c, f.name) for g in sorted(MANY) for c in classes_of(g).values() for f in dataclasses.fields(c) if f.init
+]
+
+
+@pytest.mark.parametrize(("group", "cls", "key"), KEYS_OF_MANY, ids=lambda value: getattr(value, "__name__", value))
+def test_a_wrong_value_of_a_named_component_is_refused_by_its_name(group: str, cls: type[Any], key: str) -> None:
+    with pytest.raises(InputError, match=rf"^{group}\.mine\.{key} is "):
+        components.build_many(group, {"mine": {**components.node(cls()), key: [["wrong"]]}})
+
+
+@pytest.fixture
+def _declared_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test declares as an option is one in this test alone."""
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+
+
+def built_by_nobody(*_: object) -> None:
+    """The method that the protocols of most groups ask for."""
+
+
+def own_class(**attributes: Any) -> type[Any]:
+    hints = {name: attributes.pop(f"{name}_hint") for name in ("width",) if f"{name}_hint" in attributes}
+    return type("Own", (), {"__module__": __name__, "__annotations__": hints, "build": built_by_nobody, **attributes})
+
+
+def unfinished() -> type[Any]:
+    class Own(Model):
+        width: int = 3
+
+    return Own
+
+
+NO_OPTION: list[tuple[str, str | None, Callable[[], type[Any]], str]] = [
+    ("modle", None, own_class, "Own declares an option of 'modle', which is not a group. Did you mean 'model'?"),
+    (
+        "zzz",
+        None,
+        own_class,
+        "Own declares an option of 'zzz', which is not a group. The groups are model, dataset, ",
+    ),
+    ("model", "linear", own_class, "model=linear is an option of Lockstep; give Own another name"),
+    ("model", "resnet50d", own_class, "model=resnet50d is an option of Lockstep; give Own another name"),
+    ("model", "taken", own_class, "model=taken is declared at "),
+    (
+        *("model", None, lambda: own_class(width=3)),
+        "Own.width has no type, so it is no key of the config; write `width: int = 3`, or ClassVar if",
+    ),
+    (
+        *("model", None, lambda: own_class(width=None, width_hint=nn.Module)),
+        "a field of Own has a type that a config cannot hold (",
+    ),
+    (
+        *("model", None, lambda: type("Own", (), {})),
+        "Own has no build, which an option of model needs; write what lockstep.core.protocols.Model says",
+    ),
+    (
+        "model",
+        None,
+        unfinished,
+        "Own has no build, which an option of model needs; write what lockstep.core.protocols",
+    ),
+    (
+        *("launcher", None, lambda: own_class(ranks=property(built_by_nobody))),
+        "Own has no backend and no launch and no threads and no timeout, which an option of launcher needs; ",
+    ),
+]
+
+
+@pytest.mark.usefixtures("_declared_here")
+@pytest.mark.parametrize(("group", "name", "make", "sentence"), NO_OPTION)
+def test_a_class_that_can_be_no_option_is_refused_at_its_place(
+    group: str, name: str | None, make: Callable[[], type[Any]], sentence: str
+) -> None:
+    option("model", "taken")(type("Other", (), {"build": built_by_nobody}))
+    before = {**options._DECLARED}
+    with pytest.raises(InputError) as refused:
+        option(group, name)(make())
+    place, _, says = str(refused.value).partition(": ")
+    assert place.rpartition(":")[0] in (__file__, "") or place == __name__
+    assert says.startswith(sentence)
+    assert before == options._DECLARED
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_an_option_has_what_its_group_has_by_default_and_its_own_in_place_of_it() -> None:
+    @option("model")
+    class OfMine:
+        shared: ClassVar[list[int]] = [1]
+        _private = 3
+        width: int = 3
+        sizes: list[list[int]] = [[1], [2]]  # noqa: RUF012
+        names: dict[str, int] = {"a": 1}  # noqa: RUF012
+        compile_mode = "max_autotune"  # the protocol says its type
+
+        def build(self, *_: object) -> Any: ...
+
+        def check(self) -> str:
+            return "mine"
+
+        @property
+        def area(self) -> int:
+            return self.width**2
+
+    of: Any = OfMine
+    one, two = of(), of(width=4)
+    assert [field.name for field in dataclasses.fields(of)] == ["width", "sizes", "names"]
+    assert (one.width, two.width, two.area, one.check(), one.compile_mode) == (3, 4, 16, "mine", "max_autotune")
+    one.sizes[0].append(9)
+    one.names["b"] = 2
+    assert (two.sizes, two.names) == ([[1], [2]], {"a": 1}), "each object has its own"
+    assert one.shared is two.shared
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.width = 5
+    with pytest.raises(TypeError, match="positional argument"):
+        of(3)
+    for name in ("has_usual_size", "trained_input", "missing_weights"):
+        assert inspect.getattr_static(of, name) is inspect.getattr_static(Model, name)
+    assert options.declared("model")["of_mine"] is of
+    assert (options.option_name(of), options.option_name(int)) == ("of_mine", "int")
+    assert options.class_path(of).startswith(f"{__name__}.test_an_option_has_what")
+    assert options.class_path(SGD) == "lockstep.optim.SGD"
+    callback = option("callback", "counts")(
+        type("Counts", (Callback,), {"steps": 0, "__annotations__": {"steps": int}})
+    )
+    counting = callback()
+    counting.steps = 3
+    assert options.declared("callback")["counts"] is callback
+    option("callback", "counts")(callback)  # again, as a module that is imported twice
+    assert option("model", "again")(of) is of, "a second name"
+
+
+class Colour(enum.Enum):
+    red = 1
+    blue = 2
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_a_node_has_the_names_of_an_enum_and_the_usual_loss_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
+
+    @option("model")
+    class Painted:
+        colour: Colour = Colour.red
+
+        def build(self, *_: object) -> Any: ...
+
+    of: Any = Painted
+    node = options.default_node("model", of)
+    assert node == {"_target_": options.class_path(of), "colour": "red"}
+    assert components.build("model", {**node, "colour": "blue"}) == of(colour=Colour.blue)
+    assert components.node(of(colour=Colour.blue))["colour"] == "blue"
+    defaults = {
+        name: options.default_node("task", cls).get("defaults") for name, cls in options.declared("task").items()
+    }
+    assert defaults["multilabel"] == [{"override /loss@_global_.loss": "bce"}]
+    assert defaults["multiclass"] is None
+
+
+def test_what_is_lockstep_s_own_is_told_by_its_package() -> None:
+    modules = {"lockstep.optim": True, "lockstep.a.b": True, "lockstep": False, "lockstep_more.x": False, "x": False}
+    modules["lockstep.training.objects"] = False
+    assert {module: options.is_ours(type("A", (), {"__module__": module})) for module in modules} == modules
+    builtin = {("model", "linear"): True, ("model", "resnet50d.ra2_in1k"): True, ("loss", "resnet50d"): False}
+    builtin |= {("model", "torchvision.resnet18"): True, ("loss", "linear"): False, ("none", "linear"): False}
+    assert {names: options.is_builtin(*names) for names in builtin} == builtin
+
+
+def test_what_differs_from_the_defaults_is_the_options_and_then_the_keys() -> None:
+    choices = {
+        group: name
+        for item in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+        for group, name in (item.items() if isinstance(item, dict) else ())
+    }
+    assert [*options.differences(composed(), choices)] == [*options.differences({}, choices)] == []
+    words = ["seed=3", "optimizer=sgd", "optimizer.momentum=0.5", "metric=[f1]", "metric.f1.average=micro"]
+    rows = [*options.differences(composed(*words, "train.ema=0.9"), {**choices, "optimizer": "sgd"})]
+    assert rows == [
+        *(("optimizer", "sgd", "adamw"), ("metric", ["f1"], [])),
+        *(("seed", 3, 0), ("train.ema", 0.9, None), ("optimizer.momentum", 0.5, 0.9)),
+        ("metric.f1.average", "micro", "macro"),
+    ]
+    of_timm = [*options.differences(composed("model=resnet50d"), {**choices, "model": "resnet50d"})]
+    assert of_timm == [("model", "resnet50d", "digitnet")], "without a file, its keys have no defaults"
+
+
+def test_the_annotations_of_a_config_are_those_that_say_something() -> None:
+    config = {"notes": "x", "tags": ["a", "b"], "run_group": None, "seed": 3}
+    assert [*options.annotations_of(config).items()] == [("tags", "a, b"), ("notes", "x")]
+    assert options.annotations_of({"notes": "", "tags": []}) == {}
+
+
+def test_several_options_of_a_group_have_the_order_of_their_config() -> None:
+    nodes = {name: components.node(F1()) for name in ("second", "first", "third")}
+    built = components.build_many("metric", nodes)
+    assert [*built] == ["second", "first", "third"]
+    job = dataclasses.replace(components.build_job(composed()), metric=built)
+    assert [*components.plain(job)["metric"]] == ["second", "first", "third"]
+
+
+@pytest.mark.parametrize("nodes", ["f1", ["f1"], 3, {"_target_": "lockstep.metrics.F1"}], ids=str)
+def test_a_group_of_many_that_is_no_mapping_of_names_is_refused(nodes: Any) -> None:
+    with pytest.raises(InputError, match=r"^metric is .*, expected names of its options: metric=\[NAME,NAME\]$"):
+        components.build_many("metric", nodes)
+    assert components.build_many("metric", None) == components.build_many("metric", {}) == {}
+    with pytest.raises(InputError, match=r"^metric has the name 'a\\nb', expected"):
+        components.build_many("metric", {"good": components.node(F1()), "a\nb": components.node(F1())})
+
+
+def test_a_component_takes_true_and_false_alone_and_says_what_it_has() -> None:
+    node = {"_target_": "lockstep.optim.SGD"}
+    assert [components.build("optimizer", {**node, "nesterov": value}).nesterov for value in (0, 1)] == [False, True]
+    with pytest.raises(
+        InputError, match=r"^optimizer\.nesterov is 2, expected true or false: optimizer\.nesterov=true$"
+    ):
+        components.build("optimizer", {**node, "nesterov": 2})
+    with pytest.raises(InputError, match=r"^precision\.x is not a key of precision=fp32; it has none\.$"):
+        components.build("precision", {"_target_": "lockstep.precision.FP32", "x": 1})
+    kinds = [components.build("precision", {"_target_": f"lockstep.precision.{name}"}) for name in ("FP32", "FP64")]
+    assert [type(kind).__name__ for kind in kinds] == ["FP32", "FP64"], "of equal values, each is of its class"
+    with pytest.raises(InputError, match=r"; a recipe chooses it with `- override /model: resnet18`$"):
+        components.build("model", "resnet18")
+    with pytest.raises(InputError, match=r"model=NAME$"):
+        components.build("model", None)
+
+
+def test_all_that_is_wrong_with_a_job_is_said_and_the_objects_of_a_program_are_its_parts() -> None:
+    values = composed("metric=[f1]")
+    wrong = {**values, "seed": -1, "epochs": 0}
+    wrong["train"] = {**values["train"], "mixup": -1, "cutmix": -2}
+    with pytest.raises(InputError) as refused:
+        components.build_job(wrong)
+    keys = [line.partition(" ")[0] for line in str(refused.value).splitlines()]
+    assert sorted(keys) == ["epochs", "seed", "train.cutmix", "train.mixup"]
+    module = nn.Linear(2, 2)
+    node = {"_target_": "lockstep.training.objects.ModelObject", "type": "Linear"}
+    job = components.build_job({**values, "model": node}, {"model": module})
+    assert vars(job.model)["original"] is module
+    assert vars(components.build_job({**values, "model": node}).model)["original"] is None
+
+
+def test_the_options_of_a_group_that_need_no_key_are_listed_with_those_of_extensions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[str] = []
+    mine = SimpleNamespace(load=lambda: loaded.append("mine"), has=lambda module: False)
+    monkeypatch.setattr("lockstep.config.extensions.active", lambda: (mine,))
+    listed = components.all_options("dataset")
+    assert loaded == ["mine"]
+    assert [*listed] == sorted(listed)
+    assert {"digits", "fake"} <= listed.keys()
+    assert not {"folder", "csv", "hf", "packed", "torchvision", "webdataset"} & listed.keys()
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_a_task_brings_its_metrics_and_the_config_may_change_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
+    assert [*components.metrics_of(Multilabel(), {})] == ["map", "f1", "subset_accuracy"]
+    micro, more = F1(average="micro"), F1(average="none")
+    chosen_ones = components.metrics_of(Multilabel, {"more": more, "f1": micro})
+    assert [*chosen_ones] == ["map", "f1", "subset_accuracy", "more"]
+    assert (chosen_ones["f1"], chosen_ones["more"]) == (micro, more)
+
+    @option("metric", "of_mine")
+    class Mine:
+        half: float = 0.5
+
+        def build(self, *_: object) -> Any: ...
+
+    of: Any = SimpleNamespace(metrics=("of_mine", "mae"))
+    assert [type(metric).__name__ for metric in components.metrics_of(of, {}).values()] == ["Mine", "MAE"]
+
+
+def test_a_config_is_written_as_people_read_it(tmp_path: Path) -> None:
+    shared = [1, 2]
+    text = components.dump({"b": shared, "a": shared, "name": "é日"})
+    assert text == "b:\n- 1\n- 2\na:\n- 1\n- 2\nname: é日\n"
+    assert components.dump(("seed=1", "name=é")) == "- seed=1\n- name=é\n"
+    (file := tmp_path / "config.yaml").write_text(text)
+    assert components.read_config(file) == {"b": [1, 2], "a": [1, 2], "name": "é日"}
+    for wrong in ("", "{}", "[]", "- a", "a", "a: ${b}\n", "a: {b: ['x ${c}']}\n"):
+        file.write_text(wrong)
+        with pytest.raises(InputError, match=r"is not a config of a run: expected keys and their resolved values$"):
+            components.read_config(file)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("+model=linear", "the job has this group already, so it is chosen without +: model=linear"),
+        ("+experiment=photos", "chosen without +: experiment=photos"),
+        ("~model", "the job cannot be without this group; remove ~model"),
+        ("~logger", "take none of its options with logger=[]"),
+        ("model=[linear,basicnet]", "'model=[linear,basicnet]': a config group takes the name of one of its options"),
+        ("model=[linear]", "a config group takes the name of one of its options: model=basicnet"),
+        ("model=[]", "a config group takes the name of one"),
+        ("logger=[1]", "'logger=[1]': a config group takes a list of names of its options: logger=[]"),
+        ("logger=[[jsonl]]", "a config group takes a list of names"),
+        ("callback=[agc,null]", "a config group takes a list of names of its options: callback=[]"),
+        ("experiment=[true]", "a config group takes the name of one of its options: experiment="),
+    ],
+)
+def test_a_group_is_chosen_by_names_and_without_a_sign(word: str, says: str) -> None:
+    with pytest.raises(InputError, match=re.escape(says)):
+        composition.typed_words(["epochs=3", word])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("model=linear", "model=linear,basicnet", "logger=[]", "logger=[jsonl,tensorboard]", "logger=[jsonl],[]"),
+        *("experiment=[photos]", "experiment=mine/one", "+model.width=3", "~model.width", "callback=[broken"),
+        *("++logger.own.folder=a", "model={width:3}", "train.sizes=[1]", "~experiment"),
+    ],
+)
+def test_other_words_of_a_group_are_hydras(word: str) -> None:
+    assert composition.typed_words([word]) == [word]
+
+
+@pytest.mark.parametrize(
+    ("words", "proposal"),
+    [
+        (["epochs=3 seed=1"], "epochs=3 seed=1"),
+        (["epochs=3 fast"], ""),
+        (["name=a", "b", "seed=1"], "'name=a b'"),
+        (["epochs=3"], ""),
+    ],
+    ids=str,
+)
+def test_words_in_one_pair_of_quotes_are_proposed_if_all_of_them_are_overrides(
+    words: list[str], proposal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    assert messages._quoted(words[0]) == proposal

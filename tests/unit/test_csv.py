@@ -13,7 +13,7 @@ from PIL import Image
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV
 from lockstep.data.datasets.files import LISTINGS
-from lockstep.data.datasets.listing import class_names_of
+from lockstep.data.datasets.listing import class_names_of, in_order, option_of
 
 LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,dog,val"]
 
@@ -223,3 +223,42 @@ def test_the_order_of_the_lines_makes_no_other_data_and_another_label_does(root:
         again = source(root, LINES[0], *other)
         assert (again.fingerprint(), levels(again.train())) == (fingerprint, seen)
     assert source(root, LINES[0], *lines[1:], "a.png,dog,train").fingerprint() != fingerprint
+
+
+@pytest.mark.parametrize(
+    ("key", "share", "remedy"),
+    [
+        ("train_split", "", "NAME"),
+        ("val_split", "", "NAME, or hold out a share of each class with dataset.val_share=0.1"),
+        ("test_split", "", "NAME, or hold out a share of each class with dataset.test_share=0.1"),
+        ("split_column", "val_share", "NAME, or hold out a share of each class with dataset.val_share=0.1"),
+        ("label_column", "", "NAME"),
+        ("label_columns", "", "[NAME]"),
+    ],
+)
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(key: str, share: str, remedy: str) -> None:
+    options = {"b": 1, "a": 2}
+    assert [option_of(options, name, "the table", key=key, share=share) for name in "ab"] == [2, 1]
+    for of, available in ((options, "'a', 'b'"), ({}, "nothing")):
+        with pytest.raises(InputError) as caught:
+            option_of(of, "c", "the table", key=key, share=share)
+        sentence = f"dataset.{key} is 'c', but the table has {available}; name one with dataset.{key}={remedy}"
+        assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["b", "a", "b"], ("b", "a")),
+        (["10", "9", "1"], ("1", "9", "10")),
+        (["010", "02", "1", "01", "2", "0", "00"], ("0", "00", "1", "01", "2", "02", "010")),
+        (["10", "9", "x"], ("10", "9", "x")),
+        (["e\N{COMBINING ACUTE ACCENT}", "é", "a"], ("é", "a")),
+        (["9" * 5000, "1" + "0" * 5000, "1"], ("1", "9" * 5000, "1" + "0" * 5000)),
+    ],
+    ids=["names", "numbers", "zeros", "a name among numbers", "two spellings", "long numbers"],
+)
+def test_whole_numbers_are_in_their_order_and_names_in_the_one_that_they_come_in(
+    names: list[str], expected: tuple[str, ...]
+) -> None:
+    assert in_order(names) == expected

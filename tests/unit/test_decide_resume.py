@@ -3,7 +3,9 @@
 import shlex
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
-from lockstep.job.prepare import check_resumable
+from lockstep.job.prepare import check_resumable, fetch_data
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.training.resolved_job import load_job, plan_of
 
@@ -85,6 +87,15 @@ def test_a_run_folder_decides_neither_where_runs_are_nor_where_data_is_fetched_t
     assert decided(f"resume={own.path}", f"data_root={tmp_path}").may_fetch
     digits = decided(f"resume={run_dir(tmp_path / 'digits').path}")
     assert (digits.may_fetch, digits.values["output_root"]) == (True, "outputs")
+
+
+@pytest.mark.parametrize("run", [None, Path("run")])
+@pytest.mark.parametrize("may_fetch", [True, False])
+def test_data_is_fetched_for_a_command_that_may_alone(run: Path | None, may_fetch: bool) -> None:
+    calls: list[str] = []
+    source: Any = SimpleNamespace(**{name: partial(calls.append, name) for name in ("prepare", "train", "eval")})
+    fetch_data(replace(resume_of(run), may_fetch=may_fetch), source)
+    assert calls == (["prepare"] if may_fetch else ["train", "eval"])
 
 
 def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
@@ -162,6 +173,8 @@ def test_a_run_of_before_is_continued_and_a_changed_default_is_named_with_its_ov
 def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
     values = decided("batch=auto", "name=test", batch="auto").values
     assert (values["batch"], values["train"]["micro_batches"]) == (64, "auto")
+    same = decided("batch=auto", "name=test", "train.micro_batches=auto", batch="auto").values
+    assert (same["batch"], same["train"]) == (64, values["train"])
     with pytest.raises(InputError, match=r"batch=auto chooses train\.micro_batches, which is 4; remove one"):
         decided("batch=auto", "name=test", "train.micro_batches=4", batch="auto")
 
@@ -173,7 +186,14 @@ def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
         ("schedule=step schedule.warmup=7", "schedule=constant", "schedule", {"warmup": 7}),
         ("schedule=step ~schedule.gamma", "schedule=constant", "schedule", {"warmup": 0}),
         ("schedule.final=0.1", "experiment=cifar10_tutorial", "schedule", {"warmup": 0}),
-        ("~experiment batch=32", "experiment=cifar10_tutorial", "epochs", 5),
+        *(
+            (f"{gone} batch=32", "experiment=cifar10_tutorial", "epochs", 5)
+            for gone in ("~experiment", "~experiment=null")
+        ),
+        *(
+            (f"schedule=step {gone}", "schedule=constant schedule.warmup=7", "schedule", {"warmup": 7})
+            for gone in ("~schedule.warmup", "~schedule.warmup=0")
+        ),
         ("metric=[f1] metric.f1.average=macro", "metric=[]", "metric", {}),
         ("schedule=step ++schedule={gamma:0.5}", "schedule=constant", "schedule", {"warmup": 0}),
         ("schedule=step schedule.gamma=0.5", "epochs=7 batch=32", "epochs", 7),

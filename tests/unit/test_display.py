@@ -1,15 +1,22 @@
 """What the user sees on the terminal while a command runs."""
 
+import dataclasses
 import io
+import math
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from helpers import FAKE, train_here
 from lockstep.core import console, log
 from lockstep.core.plan import Plan
 from lockstep.core.tags import Monitor
@@ -77,6 +84,28 @@ def test_a_time_is_in_the_zone_of_the_machine(zone: str, expected: str, monkeypa
         time.tzset()
 
 
+@pytest.mark.parametrize("damaged", [0, math.nan, math.inf, -math.inf, 1e18, 1e20])
+def test_what_is_no_time_is_shown_as_nothing(damaged: float) -> None:
+    assert format_timestamp(damaged) == ""
+
+
+@pytest.mark.parametrize(
+    ("share", "room", "cells"),
+    [(0.5, 9, ""), (0.5, 10, "####----  "), (0.2, 10, "##------  "), (1.0, 11, "#########  ")]
+    + [(0.0, 10, "--------  ")]
+    + [(0.25, room, "#" * 6 + "-" * 16 + "  ") for room in (24, 25, 200)]
+    + [(0.25, 23, "#" * 5 + "-" * 16 + "  ")],
+)
+def test_a_bar_is_as_full_as_its_share_and_as_long_as_there_is_room(share: float, room: int, cells: str) -> None:
+    assert shown_progress.bar(share, room, unicode=False).plain == cells
+    assert shown_progress.bar(share, room, unicode=True).plain == cells.replace("#", "━").replace("-", "─")
+
+
+def test_a_name_a_figure_and_a_unit_have_one_gap() -> None:
+    columns = [FigureColumn(name, figure, " %", 0).text().plain for name in ("a", "") for figure in ("5", "")]
+    assert columns == ["a 5 %", "a %", "5 %", " %"]
+
+
 def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(PLAN, left(0), Monitor())
     lines.evaluated(11, SCORES, WINDOW, best=True)
@@ -137,6 +166,7 @@ def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.Captu
     at_step_five = left(5)
     at_step_five.clock.began -= 100  # ten seconds a step
     lines = Lines(PLAN, at_step_five, Monitor())
+    assert (lines.step, Bar(PLAN, left(7), Monitor()).step) == (5, 7), "a resume begins where it goes on"
     lines.evaluated(15, SCORES, None, best=False)
     lines.close()
     assert "left 1:40" in capsys.readouterr().out
@@ -150,8 +180,104 @@ def test_a_log_point_is_a_line_when_nothing_was_printed_for_a_while(
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(shown, "LINE_EVERY_S", 0.0)
     lines.window(WINDOW, WINDOW)
-    lines.close()
     assert capsys.readouterr().out.startswith("epoch 1/3  step  4/25  loss 0.5123")
+    assert lines.left.warm is not None
+    assert lines.left.warm[0] == 4
+    for window, epoch, loss in ((WINDOW, LARGE, "1234.5"), (LARGE, None, "1234.5"), (LARGE, WINDOW, "0.5123")):
+        lines.window(window, epoch)
+        assert f"loss {loss}" in capsys.readouterr().out
+    lines.window(dataclasses.replace(WINDOW, last=10), WINDOW)
+    assert capsys.readouterr().out == "", "an evaluation follows, which has its own line"
+    monkeypatch.setattr(shown, "LINE_EVERY_S", 10.0)
+    lines.shown_at -= 11
+    lines.evaluated(10, SCORES, None, best=False)
+    lines.window(WINDOW, WINDOW)
+    lines.warn("it is slow")
+    lines.close()
+    (_, warning) = capsys.readouterr().out.splitlines()
+    assert warning == "warning: it is slow"
+
+
+def test_the_loss_that_is_monitored_is_shown_once_and_is_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
+    lines = Lines(PLAN, left(0), Monitor.parse("-loss"))
+    lines.evaluated(5, SCORES, None, best=True)
+    lines.evaluated(5, {**SCORES, "loss/val_ema": 0.125}, None, best=True)
+    lines.close()
+    first, second = (line.partition("left")[0] for line in screen.getvalue().splitlines())
+    assert first.endswith("val loss \x1b[32m0.2500\x1b[0m  ")
+    assert "val loss 0.2500  average \x1b[32m0.125" in second
+    assert "top-1" not in first + second
+
+
+@pytest.mark.parametrize(
+    ("loss", "top1", "text"),
+    [
+        (0.5, 0.0, "loss 0.5000  top-1   0.0 %   1,500 img/s  wait  25 %"),
+        (0.5, None, "loss 0.5000   1,500 img/s  wait  25 %"),
+        (math.nan, math.nan, "loss -  top-1     - %   1,500 img/s  wait  25 %"),
+    ],
+)
+def test_a_figure_that_a_window_does_not_have_is_a_dash_or_nothing(
+    loss: float, top1: float | None, text: str
+) -> None:
+    assert in_line(shown.figures(dataclasses.replace(WINDOW, loss=loss, top1=top1)), None).plain == text
+
+
+class Output:
+    """The output of a notebook's cell: what is shown at each time."""
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+
+    def display(self, cell: Any, *, display_id: bool) -> "Output":
+        assert display_id, "else it could not be changed"
+        self.update(cell)
+        return self
+
+    def update(self, cell: Any) -> None:
+        self.states.append(cell._repr_html_())
+
+
+def test_a_notebook_has_a_bar_above_a_table_of_evaluations_and_at_the_end_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output, now = Output(), 100.0
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=output))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython.display", output)  # type: ignore[arg-type]
+    monkeypatch.setattr(log, "in_notebook", lambda: True)
+    monkeypatch.setattr(shown.time, "perf_counter", lambda: now)
+    cell = display(PLAN, left(0), Monitor(), is_main=True)
+    assert isinstance(cell, shown.Cell)
+    for step, passed in enumerate((0.4, 0.1, 0.4, 0.2), start=1):
+        now += passed
+        cell.advance(step, now)
+    pattern = r'<progress value="(\d+)" max="25"></progress> step (.*?)  left'
+    bars = [re.findall(pattern, state) for state in output.states]
+    assert bars == [[("0", " 0/25")], [("2", " 2/25")], [("4", " 4/25")]], "twice a second at most"
+    now += 0.5
+    cell.evaluating(3, 8)
+    assert output.states[-1].endswith("evaluating 3/8")
+    cell.evaluated(4, SCORES, WINDOW, best=True)
+    assert "evaluating" not in output.states[-1]
+    (row,) = cell.rows
+    assert row == {
+        "epoch": "1/3",
+        "step": " 4/25",
+        "loss": "0.5123",
+        "top-1": " 81.2 %",
+        "img/s": " 1,500 img/s",
+        "wait": " 25 %",
+        "val loss": "0.2500",
+        "val top-1": "93.46 %",
+        "left": row["left"],
+    }
+    assert all(f">{text}<" in output.states[-1] for text in (*row, "0.5123"))
+    count = len(output.states)
+    cell.close()
+    assert len(output.states) == count + 1
+    assert ("<progress" in output.states[-2], "<progress" in output.states[-1]) == (True, False)
+    assert ">0.5123<" in output.states[-1]
 
 
 def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +286,10 @@ def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch:
     monkeypatch.setattr(log, "say", lambda message, *, shown: messages.append(message))
     lines = Lines(PLAN, left(0), Monitor())
     wait_for(lambda: any("epoch 1/3  step  0/25  in step 1 for 0:00  left ?" in text for text in messages))
+    lines.stepped_at -= 65
+    wait_for(lambda: any("in step 1 for 1:05" in text for text in messages))
+    lines.advance(1, time.perf_counter() - 125)
+    wait_for(lambda: any("in step 2 for 2:05" in text for text in messages))
     lines.evaluating(3, 8)
     wait_for(lambda: any("evaluating 3/8" in text for text in messages))
     lines.close()
@@ -206,13 +336,29 @@ def test_other_commands_have_the_bar_of_training(monkeypatch: pytest.MonkeyPatch
     assert line.plain.endswith("evaluating 1,250/5,000  left 0:30")
     assert line.plain.count("━") == (6 if width > 24 else 0)
     assert Work("exporting", None).with_bar(console.terminal).plain == "exporting 0:00"
+    assert Work("evaluating", 0).with_bar(console.terminal).plain == "evaluating 0/0  left ?"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_bar_of_a_command_needs_ten_cells_beside_its_line(encoding: str) -> None:
+    work = Work("evaluating", 4)
+    work.began -= 10
+    work.advance()
+    line, full = "evaluating 1/4  left 0:30", "━" if encoding == "utf-8" else "#"
+    for width, cells in ((len(line) + 10, 0), (len(line) + 11, 2), (len(line) + 99, 6)):
+        screen: Any = SimpleNamespace(width=width, encoding=encoding)
+        shown_line = work.with_bar(screen).plain
+        assert shown_line.endswith(line)
+        assert (shown_line.count(full), len(shown_line) < width) == (cells, True)
 
 
 def test_a_command_shows_its_bar_on_a_terminal_and_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
+    stderr = sys.stderr
     with progress("evaluating", 2) as advance:
         advance(1)
         wait_for(lambda: "evaluating 1/2" in screen.getvalue())
+        assert (sys.stdout, sys.stderr) == (screen, stderr), "what is printed goes where it went"
     assert screen.getvalue().endswith("\x1b[2K"), "the line is erased"
 
 
@@ -227,20 +373,32 @@ def test_a_command_without_a_terminal_says_now_and_then_how_far_it_is(
             captured = capfd.readouterr()
             assert captured.out == "", "predictions may be read by a program"
             stderr += captured.err
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_no_bar_moves_where_another_program_shows_the_results() -> None:
     code = "from lockstep.telemetry.progress import progress\nwith progress('predicting', 4): print('cat')"
     screen, stderr = os.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, "TERM": "xterm"}
-    )
     os.set_blocking(screen, False)
+    command, environment = [sys.executable, "-c", code], {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
     with pytest.raises(BlockingIOError):
         os.read(screen, 1)
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment, check=True)
+    assert b"predicting" in os.read(screen, 10_000), "a file is not read on the terminal"
     os.close(screen)
     os.close(stderr)
     assert (done.returncode, done.stdout) == (0, b"cat\n")
+
+
+@pytest.mark.parametrize("is_imported", [True, False])
+def test_the_import_of_torch_is_shown_once(is_imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(shown_progress, "progress", lambda name: nullcontext(begun.append(name)))
+    if not is_imported:
+        monkeypatch.delitem(sys.modules, "torch")
+    with shown_progress.loading():
+        assert begun == ["loading torch"] * (not is_imported)
 
 
 def test_the_first_steps_are_no_measure_once_more_have_followed() -> None:
@@ -248,9 +406,13 @@ def test_the_first_steps_are_no_measure_once_more_have_followed() -> None:
     estimate = left(5)
     estimate.clock = SimpleNamespace(passed=lambda: 100.0)  # type: ignore[assignment]
     estimate.window_ended(10)
-    for step, passed, seconds in ((10, 100.0, 20 * 15), (15, 150.0, 15 * 10), (16, 160.0, 10 * 9), (25, 250.0, 0)):
+    times = ((10, 100.0, 20 * 15), (15, 150.0, 15 * 10), (16, 160.0, 10 * 9), (20, 200.0, 10 * 5), (25, 250.0, 0))
+    for step, passed, seconds in times:
         estimate.clock = SimpleNamespace(passed=lambda passed=passed: passed)  # type: ignore[assignment]
         assert estimate.seconds(step) == seconds, step
+        estimate.window_ended(step)
+    assert left(24).seconds(24) is None
+    assert left(25).seconds(25) == 0, "a run that has nothing left to do"
 
 
 def test_a_line_that_is_as_wide_as_the_terminal_loses_no_figure() -> None:
@@ -270,9 +432,30 @@ def test_the_bar_is_the_share_of_the_steps_or_of_the_evaluation_under_way(monkey
     try:
         bar.advance(5, 0.0)
         assert bar.status().plain.count("━") == round(5 / 25 * 22)
+        bar.window(LARGE, WINDOW)
+        assert "loss 1234.5000  top-1 100.0 %  4,500,000 img/s  wait 100 %" in bar.status().plain
         bar.evaluating(6, 8)
         assert bar.status().plain.count("━") == round(6 / 8 * 22)
         bar.evaluated(5, SCORES, None, best=False)
         assert bar.status().plain.count("━") == round(5 / 25 * 22)
     finally:
         bar.close()
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch", "steps", "epochs"),
+    [
+        (101, 1, 1, "less than 0.01 epochs of 101"),
+        (100, 1, 1, "0.01 epochs of 100"),
+        (101, 4, 26, "1 epoch of 26"),
+        (101, 101, 10, "10 epochs of 1"),
+        (101, 60, 3, "1.5 epochs of 2"),
+    ],
+)
+def test_a_run_says_how_many_epochs_its_steps_are(
+    examples: int, batch: int, steps: int, epochs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rarely = ("train.eval_every=100%", "telemetry.report=never", "augment=none", "model=linear", "device=cpu")
+    train_here(tmp_path / "run", *FAKE, *rarely, f"dataset.examples={examples}", f"batch={batch}", f"steps={steps}")
+    assert f"of global batch {batch}: {epochs}, seed 0\n" in (shown_by_run := capsys.readouterr().out)
+    assert "warning" not in shown_by_run

@@ -4,6 +4,7 @@ import gc
 import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,26 @@ def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory"), torch.OutOfMemoryError("odd")])
+def test_memory_that_has_run_out_is_no_error_of_a_trial(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    assert dry_run.unless_out_of_memory(fail) is None
+    error = RuntimeError("odd")
+    with pytest.raises(RuntimeError, match="odd"):
+        dry_run.unless_out_of_memory(fail)
+    assert dry_run.unless_out_of_memory(lambda: 3) == 3
+
+
+def test_a_trial_leaves_the_threads_alone() -> None:
+    torch.set_num_threads(2)
+    with suppress(ZeroDivisionError), dry_run.trial(torch.device("cpu")):
+        torch.set_num_threads(1)
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 2
+
+
 def test_a_run_of_workers_chosen_by_trials_is_the_run_without_them_and_keeps_their_number(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), dtype=np.uint8)
     for split in ("train", "val"):
@@ -159,7 +180,7 @@ def test_all_ranks_take_the_micro_batches_that_the_smallest_one_needs(
 def test_a_step_fits_if_it_has_room_in_a_ranks_share_of_the_memory_beside_what_is_held(
     held_gb: float, step_gb: int, fitting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cpu"))
+    two = World(rank=0, local_rank=0, size=6, local_size=2, device=torch.device("cpu"))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     monkeypatch.setattr(dry_run, "available_memory", lambda: 8 * GB)  # 4 GB for each rank
     step = lambda job, world, examples: lambda: torch.empty(int(step_gb * GB), dtype=torch.uint8)  # noqa: E731

@@ -3,16 +3,38 @@
 import pytest
 
 from lockstep.core import errors
-from lockstep.core.errors import BY_EXIT_CODE, InputError, did_you_mean, escaped, masked
+from lockstep.core.errors import (
+    BY_EXIT_CODE,
+    INSTALL,
+    BrokenImage,
+    InputError,
+    check_installed,
+    close_to,
+    collecting,
+    did_you_mean,
+    escaped,
+    first_of,
+    masked,
+    out_of_memory,
+    percent,
+    reason_of,
+)
 
 
 def test_every_error_has_the_exit_code_of_its_kind() -> None:
     codes = {"InputError": 2, "StorageError": 74, "Stopped": 75, "NumericalError": 76, "RankFailed": 70}
+    codes["Interrupted"] = 130  # as a shell says it of a program that SIGINT has ended
     for name, code in codes.items() | {("LockstepError", 70)}:
         error = getattr(errors, name)
         assert issubclass(error, errors.LockstepError)
         assert error.exit_code == code
         assert code == 70 or BY_EXIT_CODE[code] is error
+
+
+def test_an_error_keeps_what_else_is_known_of_it() -> None:
+    assert [errors.NumericalError("nan", 3).step, errors.NumericalError("nan").step] == [3, None]
+    assert [errors.RankFailed("died", "Traceback").details, errors.RankFailed("died").details] == ["Traceback", ""]
+    assert str(errors.Interrupted()).startswith("interrupted twice: stopped at once")
 
 
 def test_a_misspelt_word_gets_suggestions() -> None:
@@ -23,6 +45,11 @@ def test_a_misspelt_word_gets_suggestions() -> None:
     assert did_you_mean("weigth_decay", options, prefix="optimizer.") == " Did you mean 'optimizer.weight_decay'?"
     assert did_you_mean("xyz", options) == ""
     assert did_you_mean("lr", []) == ""
+    assert close_to("a_b_c_d", ["A-B-C-D"]) == ["A-B-C-D"]
+    assert close_to("abcd", ["abc1", "abc2", "abc3", "abc4"]) == ["abc4", "abc3", "abc2"], "three at most"
+    begin = "a" * 12  # of 20 letters 13 are alike, or 12
+    assert close_to(f"{begin}abbbbbbb", [f"{begin}accccccc"]) == [f"{begin}accccccc"]
+    assert close_to(f"{begin}bbbbbbbb", [f"{begin}cccccccc"]) == []
 
 
 # Escape, carriage return, backspace, delete, CSI of C1, two direction overrides, a line separator, a lone surrogate,
@@ -46,6 +73,8 @@ def test_nothing_that_steers_a_terminal_is_left_in_a_text() -> None:
         *("mysql://ann:SEC@RET@db/x", "redis://:SECRET@db:6379/0", "s3://bucket/a?X-Amz-Signature=SECRET&part=1"),
         *("https://blob/a.tar?sp=r&sig=SECRET", "https://host/x?api_key=SECRET;b=1"),
         *("https://host/x?ACCESS_TOKEN=SECRET#top", "mysql://ann:SEC/RET@db/x"),
+        *(f"https://host/x?n=1;my-{name}.2=SECRET" for name in ("token", "secret", "passw", "pwd", "key", "sig")),
+        *("https://host/x?password=SECRET;pwd=SECRET", "https://host/x?X-Amz-Credential=SECRET&pwd=SECRET"),
     ],
 )
 @pytest.mark.parametrize("sentence", ["{}", "the storage {} cannot be read", "storage='{}', mode=x", '"{}"'])
@@ -64,3 +93,83 @@ def test_no_text_that_is_shown_has_a_secret_of_a_url(url: str, sentence: str) ->
 def test_a_url_without_a_secret_is_shown_as_it_is(text: str) -> None:
     assert escaped(text) == text
     assert escaped("postgresql://ann@db/x") == "postgresql://ann@db/x"
+    assert escaped("https://host/x?a=1&key=K;b=2&sig=S") == "https://host/x?a=1&key=***;b=2&sig=***", "and beside one"
+
+
+def test_three_words_at_most_are_close_and_the_shortest_that_is_begun_comes_first() -> None:
+    names = ["resnet50_wide", "resnet50", "resnet5", "resnet50d", "vit"]
+    assert close_to("resnet50", names) == ["resnet50", "resnet50d", "resnet50_wide"]
+    assert close_to("vit", ["vit_large", "vit_b"]) == ["vit_b", "vit_large"], "three letters begin a word"
+    assert close_to("vi", ["vit_large_patch16"]) == [], "two do not"
+    assert close_to("Batch-Size", ["batch_size", "BATCH"]) == ["batch_size", "BATCH"]
+
+
+NO_MEMORY = (MemoryError(), RuntimeError("can't start new thread"), OSError(12, "Cannot allocate memory"))
+NO_MEMORY += (
+    ImportError("failed to map segment from shared object"),
+    RuntimeError("error code 12 (Cannot allocate memory)"),
+)
+NO_MEMORY += (OSError(11, "Resource temporarily unavailable"), ImportError("cannot allocate memory in static TLS"))
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=str)
+def test_whatever_says_that_the_host_has_no_memory_or_thread_is_one_sentence(error: Exception) -> None:
+    for place, where in ((None, ""), ("a file", " while a file was read")):
+        assert str(out_of_memory(error, place)).startswith(f"out of memory{where} ({type(error).__name__}")
+    several = RuntimeError("can't start new thread\n\n  in a pool")
+    assert " (RuntimeError can't start new thread in a pool); allow more" in str(out_of_memory(several))
+
+
+def test_another_error_says_nothing_of_memory() -> None:
+    for error in (ValueError("Cannot allocate memory"), OSError(2, "No such file"), RuntimeError("a bug")):
+        assert out_of_memory(error) is None
+
+
+def test_the_reason_of_an_error_is_its_first_line_with_words_or_its_type() -> None:
+    reasons = {"a reason\nmore": "a reason", "\n\n  late\nmore": "late", "": "ValueError", " \n ": "ValueError"}
+    assert {text: reason_of(ValueError(text)) for text in reasons} == reasons
+
+
+def test_all_lines_of_all_mistakes_are_collected_and_no_other_error() -> None:
+    problems = ["first"]
+    for mistake in (InputError("a", "b"), InputError("c")):
+        with collecting(problems):
+            raise mistake
+    with collecting(problems):
+        pass
+    assert problems == ["first", "a", "b", "c"]
+    with pytest.raises(ValueError, match="bug"), collecting(problems):
+        raise ValueError("bug")
+
+
+def test_a_broken_image_may_be_skipped_unless_this_machine_lacks_a_package_for_it() -> None:
+    says = "dataset: image 3, a\\n.png, cannot be decoded ({})"
+    skip = "; remove or replace the file, or skip up to N of them with {}; `lockstep doctor` looks for all of them"
+    broken = BrokenImage(3, "a\n.png", "truncated")
+    assert str(broken) == says.format("truncated") + skip.format("dataset.skip=N")
+    assert broken.told("--skip N") == says.format("truncated") + skip.format("--skip N")
+    lacks = BrokenImage(3, "a\n.png", f"HEIC; {INSTALL} 'lockstep[photos]'")
+    assert str(lacks) == says.format(f"HEIC; {INSTALL} 'lockstep[photos]'")
+    assert [broken.needs_package, lacks.needs_package] == [False, True]
+    assert not BrokenImage(3, f"{INSTALL}.png", "truncated").needs_package, "the reason says it, and no name"
+
+
+def test_values_are_shown_as_they_are_typed_and_those_of_a_list_too() -> None:
+    values = {"a": "'a'", 1: "1", 0.5: "0.5", None: "None"}
+    assert {value: errors.shown(value) for value in values} == values
+    assert errors.shown([*values, ["b"], 10**30]) == "['a', 1, 0.5, None, ['b'], a number of more than 30 digits]"
+    assert errors.shown([1] * 40) == f"[{'1, ' * 25}1...", "cut at 80 characters"
+
+
+def test_shares_and_many_mistakes_are_told_in_short() -> None:
+    assert [percent(0.126), percent(0.5), percent(1), percent(0.126, ".1f")] == ["13 %", "50 %", "100 %", "12.6 %"]
+    assert first_of(["a"] * 1005) == ["a"] * 5 + ["and 1,000 more"]
+
+
+def test_a_package_that_is_absent_is_named_with_the_extra_that_has_it() -> None:
+    check_installed("json", "metric=x", "photos")
+    for extra, name in (("", "no_such_package"), ("photos", "photos")):
+        with pytest.raises(InputError) as caught:
+            check_installed("no_such_package", "metric=x", extra)
+        says = "metric=x needs the package no_such_package, which is not installed; "
+        assert str(caught.value) == f"{says}install it with pip install 'lockstep[{name}]'"

@@ -25,6 +25,8 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.inference import evaluate as evaluate_command
+from lockstep.inference.evaluate import write_files
 from lockstep.inference.scoring import EvaluatedSplit, Evaluation, Part, Predicted, counts, csv_lines
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.models import DigitNet
@@ -309,6 +311,32 @@ def test_the_images_of_all_parts_are_counted_and_each_part_has_its_columns() -> 
     assert head == b"sample,label,predicted,probability,fold,seed\n"
     assert rows[0] == b"0,a,a,1,0,\n"
     assert rows[-1] == b"2,a,,,1,2\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "of_ranks"),
+    [
+        *((word, True) for word in ("launcher=inline", "launcher.ranks=2", "+launcher.ranks=2", "device=cpu")),
+        *((word, False) for word in ("dataset=fake", "dataset.launcher=a", "data_root=device", "launchers=a")),
+    ],
+)
+def test_a_word_is_about_the_ranks_by_the_group_of_its_key(
+    word: str, of_ranks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(
+        evaluate_command, "on_ranks", lambda call, words, device: calls.append((call.args[1], words, device))
+    )
+    evaluate_command.evaluate("RUN", [word], split="val", device=None, out=None)
+    assert calls == [([], [word], None) if of_ranks else ([word], [], None)]
+
+
+def test_each_split_and_each_other_data_has_its_own_files(tmp_path: Path) -> None:
+    card: Any = SimpleNamespace(names=("a", "b"), classes=2, targets="classes")
+    for split in ("train", "val", "test"):
+        for other in ("", "-dataset.path=a", "-dataset.path=b"):
+            write_files(tmp_path, {"split": split}, [Evaluation(card, [part_of([True])], {}, {})], "table", other)
+    assert len([*tmp_path.glob("evaluation*.json")]) == len([*tmp_path.glob("predictions*.csv")]) == 9
 
 
 @pytest.mark.parametrize(("classes", "title"), [(10, "each class:"), (11, "the 10 classes with the lowest top-1:")])

@@ -8,14 +8,48 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
+from torchvision.transforms.functional import center_crop
 
+from lockstep.api import Result
 from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, SHOWN_DIGITS, InputError, first_of, shown
 from lockstep.core.figures import number_or_text
+from lockstep.core.formats import FORMAT_NUMBERS, FileFormat, NewerFormat, check_format, stamp
 from lockstep.core.launch_env import launched_place
-from lockstep.core.model import best_classes, head_layers, log_odds, model_mode, within
-from lockstep.core.model_card import SOFTMAX
+from lockstep.core.model import (
+    UpdateScope,
+    best_classes,
+    blocks,
+    forward_on_meta,
+    has_batchnorm,
+    has_shards,
+    head_layers,
+    head_parameters,
+    infinite_buffers,
+    is_broken,
+    load_whole,
+    log_odds,
+    model_mode,
+    named_layers,
+    own_parts,
+    part_like,
+    probabilities,
+    tensors_in,
+    wire,
+    within,
+)
+from lockstep.core.model_card import (
+    SIGMOID,
+    SOFTMAX,
+    VALUES,
+    TrainedInput,
+    centre_start,
+    evaluated_size,
+    per_channel,
+    stored_side,
+)
 from lockstep.core.plan import Averaging, at_step, make_plan
 from lockstep.core.run_dir import NAME_LIMIT, slug
 from lockstep.core.safe_read import (
@@ -28,14 +62,17 @@ from lockstep.core.safe_read import (
     read_json,
     read_yaml,
 )
-from lockstep.core.tags import TOP1, TOP5, VAL_TOP5, telling
+from lockstep.core.tags import TOP1, TOP5, VAL_TOP5, Monitor, telling
 from lockstep.data.datasets import Digits
-from lockstep.data.datasets.preprocess import preprocess
-from lockstep.launcher.elastic import MOST_NODES, NODES, Elastic
+from lockstep.data.datasets.preprocess import preprocess, whole_size
+from lockstep.diagnostics.ladder_table import _median
+from lockstep.inference.scoring import text_with_unit
+from lockstep.launcher.elastic import MOST_NODES, NODES, RENDEZVOUS, Elastic
 from lockstep.models.nets import check_side
 from lockstep.runtime.commands import ending
 from lockstep.runtime.host import format_bytes
 from lockstep.runtime.program import LONGEST_LINE
+from lockstep.training.evaluate import Patience
 
 LONG_NUMBER = "a number of more than 30 digits"
 PLAN: dict[str, Any] = {"epochs": 1, "total_steps": None, "log_every": 1, "eval_every": 1, "save_every": 1}
@@ -132,6 +169,23 @@ def test_a_mean_is_continued_up_to_the_last_step_or_begun_after_a_checkpoint_of_
     assert Averaging(1, 1, 3).remedies(Averaging(3, 1, 9), 2) == [same, later.format(3)], "at its last step"
 
 
+def test_a_mean_of_which_only_the_number_of_steps_is_known_goes_on_with_the_same_number() -> None:
+    mean = Averaging(4, 1, 9)
+    assert {number: mean.remedies(number, 6) for number in (2, 3, 4)} == {
+        2: ["train.swa_from=7"],
+        3: [],
+        4: ["train.swa_from=7"],
+    }
+    mean.check_resumed(3, 6, 4)
+    says = (
+        r"^resume: a run of 9 steps averages other steps up to 6 by train.swa_from=50% than the checkpoint, .*; use "
+    )
+    with pytest.raises(
+        InputError, match=rf"{says}train.swa_from=3 train.swa_every=1 to continue it, or train.swa_from=7$"
+    ):
+        mean.check_resumed(Averaging(3, 1, 9), 6, "50%")
+
+
 @pytest.mark.parametrize("number", [MOST_ALIKE - 1, MOST_ALIKE, MOST_ALIKE + 1, MOST_ALIKE + 2])
 def test_mistakes_of_a_kind_are_told_one_by_one_up_to_the_most(number: int) -> None:
     sentences = [f"mistake {at}" for at in range(number)]
@@ -186,6 +240,8 @@ def test_a_range_of_machines_grows_up_to_the_most_and_their_numbers_end_below_it
     most = str(MOST_NODES)
     fits = {1: True, MOST_NODES: True, MOST_NODES + 1: False, 0: False, "2:2": True, f"1:{most}": True, "3:2": False}
     assert {value: NODES.fits(value) for value in fits} == fits
+    ports = {"a:0": False, "a:1": True, "[::1]:65535": True, "a:65536": False}
+    assert {value: RENDEZVOUS.fits(value) for value in ports} == ports
     ranges = {1: ((1, 1), 3), "2:4": ((2, 4), 12), "4:4": ((4, 4), 12)}
     launchers = {nodes: Elastic(ranks=3, nodes=nodes) for nodes in ranges}
     assert {nodes: (own.node_range, own.world_size) for nodes, own in launchers.items()} == ranges
@@ -221,7 +277,15 @@ def test_a_value_is_a_number_if_it_is_finite() -> None:
 
 
 def test_bytes_are_told_in_the_unit_that_they_fill() -> None:
-    sizes = {99_999: "100 kB", 100_000: "0.1 MB", 9_999_999: "10.0 MB", 10_000_000: "10 MB"}
+    sizes = {
+        0: "0 B",
+        999: "999 B",
+        1000: "1 kB",
+        99_999: "100 kB",
+        100_000: "0.1 MB",
+        9_999_999: "10.0 MB",
+        10_000_000: "10 MB",
+    }
     sizes |= {999_999_999: "1000 MB", 1_000_000_000: "1.0 GB"}
     assert {size: format_bytes(size) for size in sizes} == sizes
 
@@ -252,3 +316,202 @@ def test_a_frame_has_the_pixels_nearest_to_the_means_also_in_an_exported_folder(
         framed = preprocess(Image.new("RGB", (3, 1)), facts)
         assert framed.shape == (1, *shape)
         assert (framed[:, :, [0, 2]] == pixel).all()
+
+
+@pytest.mark.parametrize("kind", FileFormat)
+def test_a_format_is_read_up_to_the_newest_and_a_file_without_a_version_is_of_the_first(kind: FileFormat) -> None:
+    newest = FORMAT_NUMBERS[kind]
+    facts: list[Any] = [{"format": number, "lockstep": "1.0"} for number in range(1, newest + 1)]
+    for known in (*facts, {}, {"format": "x"}, [], None, "text", {**stamp(kind), "more": 1}):
+        check_format(kind, known, "file")
+    with pytest.raises(NewerFormat, match=rf"^file has format {newest + 1} of a {kind}, .* use Lockstep 9\.1rc1 or"):
+        check_format(kind, {"format": newest + 1, "lockstep": "9.1rc1"}, "file")
+    numbers: list[Any] = [0, -1, True, "1", 1.0, None, newest + 0.5]
+    broken = [{"format": number, "lockstep": "1.0"} for number in numbers] + [{"lockstep": "1.0"}]
+    versions: list[Any] = ["", "v1", "1.0 x", "1.0\n", "1'", "1" * 42, None]
+    broken += [{"format": newest + 1, "lockstep": version} for version in versions]
+    for unknown in broken:
+        with pytest.raises(UnreadableFile, match=r"^file has format .* of Lockstep .*, expected 1 to"):
+            check_format(kind, unknown, "file")
+
+
+def shown_result(objective: float | None) -> str:
+    return repr(Result(folder=Path(), objective=objective, summary={}, metrics=[], weights=Path()))
+
+
+STEPS = make_plan(examples=6, batch=6, micro_batches=1, **PLAN)
+SHOWN: dict[str, tuple[Any, str, str]] = {
+    "a result": (shown_result, "objective 0 at", "objective no score at"),
+    "an evaluation": (lambda value: text_with_unit(TOP1, value), "0.00 %", "–"),
+    "patience": (
+        lambda value: Patience(limit=1).ended([(1, value), (2, value)], Monitor(TOP1), STEPS),
+        "has not been better than 0.00 %",
+        "has had no value",
+    ),
+    "the rate of a rung": (lambda value: str(_median([value, None])), "0.0", "None"),
+}
+
+
+@pytest.mark.parametrize("place", SHOWN)
+def test_a_score_of_zero_is_a_score_and_no_missing_one(place: str) -> None:
+    show, zero, missing = SHOWN[place]
+    assert zero in show(0.0)
+    assert missing in show(None)
+
+
+class Looks(nn.Module):
+    """Keeps what it is called with; its parameter has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(2, dtype=torch.float64)
+        self.calls: list[Any] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        own = (self.first, self.second, self.norm.running_mean)
+        self.calls.append((images.shape, images.dtype, {tensor.device.type for tensor in (images, *own)}))
+        self.calls.append((self.training, self.norm.training, torch.is_grad_enabled()))
+        return self.norm(images.flatten(1)) * self.first + self.second
+
+
+def test_a_model_is_called_on_the_meta_device_with_one_image_in_its_own_format_and_stays_as_it_is() -> None:
+    model = Looks()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    forward_on_meta(model, (1, 1, 2))
+    assert model.calls == [((1, 1, 1, 2), torch.float64, {"meta"}), (False, False, False)]
+    assert (model.training, model.norm.training) == (True, True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_tensors_and_batch_norms_are_found_wherever_they_are() -> None:
+    one, two, three = (torch.tensor(number) for number in range(3))
+    assert [*map(int, tensors_in({"a": [one, (two, {"b": three})], "c": "text", "d": None}))] == [0, 1, 2]
+    models = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2))), nn.Sequential(nn.Linear(2, 2))
+    assert [*map(has_batchnorm, models)] == [True, False]
+
+
+def test_the_head_is_what_timm_names_of_the_layers_that_there_are() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    named: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "one": ({"classifier": "0"}, ("0",)),
+        "two": ({"classifier": ("0", "1")}, ("0", "1")),
+        "one that is gone": ({"classifier": ("0", "head_dist")}, ("0",)),
+        "none of them": ({"classifier": "head"}, ("2",)),
+        "no name": ({"classifier": None}, ("2",)),
+        "no key": ({}, ("2",)),
+        "no facts": (None, ("2",)),
+        "facts of another library": ("facts", ("2",)),
+    }
+    for why, (facts, layers) in named.items():
+        model.pretrained_cfg = facts
+        assert head_layers(model) == layers, why
+        assert head_parameters(model) == tuple(f"{layer}.{name}" for layer in layers for name in ("weight", "bias"))
+    model.pretrained_cfg = {"first_conv": "12"}
+    assert named_layers(model, "first_conv") == ("12",)
+
+
+def test_a_block_is_a_group_of_layers_or_one_that_is_large_and_names_may_begin_alike() -> None:
+    model = nn.Module()
+    model.a, model.ab = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    model.layer, model.nothing = nn.Linear(2, 2), nn.ReLU()
+    model.body = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)])
+    groups = [model.a, model.ab, model.body[0]]
+    assert [*blocks(model)] == [*blocks(model, large=7)] == groups
+    assert [*blocks(model, large=6)] == [model.a, model.ab, model.layer, *model.body], "it has six numbers"
+
+
+def test_buffers_that_are_no_numbers_are_not_infinite_by_design() -> None:
+    model = nn.BatchNorm1d(3)
+    for name, number in (("lowest", -torch.inf), ("broken", torch.nan), ("some", 1.0)):
+        model.register_buffer(name, torch.tensor([number, 1.0]))
+    assert infinite_buffers(model) == {"lowest"}
+
+
+def test_outputs_become_probabilities_as_the_loss_has_them_and_odds_that_are_finite_or_nan() -> None:
+    logits = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, 0.0]])
+    shares = {VALUES: logits, SIGMOID: torch.sigmoid(logits), SOFTMAX: torch.softmax(logits, 1)}
+    for kind, expected in shares.items():
+        assert torch.equal(probabilities(logits, kind), expected)
+    assert torch.equal(log_odds(logits, SIGMOID), logits.double())
+    assert log_odds(logits, VALUES) is logits
+    for kind in (SIGMOID, SOFTMAX):
+        broken = torch.tensor([[torch.inf, 0.0], [-torch.inf, 0.0], [torch.nan, 0.0], [torch.inf, torch.inf]])
+        odds = log_odds(broken, kind)
+        assert odds.dtype is torch.float64
+        assert not odds.isinf().any()
+    lowest = torch.finfo(torch.float64).min
+    assert log_odds(torch.tensor([[-torch.inf, 0.0]]), SOFTMAX).tolist() == [[lowest, -lowest]]
+
+
+def test_an_example_is_broken_if_its_class_is_negative_or_any_of_its_values_is_none() -> None:
+    assert is_broken(torch.tensor([0, -1, 1])).tolist() == [False, True, False]
+    nan = torch.nan
+    assert is_broken(torch.tensor([[0.0, -1.0], [nan, 1.0], [1.0, nan], [nan, nan]])).tolist() == [False, *[True] * 3]
+
+
+def test_a_part_of_other_ranks_is_left_out_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = nn.Linear(2, 2)
+    assert not has_shards(model)
+    assert [part.requires_grad for part in own_parts(model.parameters())] == [False, False]
+    assert own_parts(model.parameters())[0].data_ptr() == model.weight.data_ptr()
+    model.bias.full_tensor = lambda: None  # as a tensor has that is cut
+    assert has_shards(model)
+    away: Any = nn.Linear(2, 2)
+    away.bias = nn.Parameter(torch.empty(2, device="meta"))
+    assert has_shards(away)
+    assert [part.shape for part in own_parts(away.parameters())] == [(2, 2)]
+    assert part_like(away.bias, torch.ones(2)).is_meta
+    assert part_like(away.weight, whole := torch.ones(2, 2)) is whole
+    for backend, expected in (("gloo", "cpu"), ("nccl", "meta")):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        assert wire(torch.device("meta")).type == expected
+
+
+def test_whole_tensors_of_another_model_are_refused_and_those_of_the_same_are_copied() -> None:
+    model, tensors = nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    load_whole(model, tensors)
+    assert torch.equal(model.weight, tensors["weight"])
+    assert model.weight.requires_grad
+    for wrong in ({**tensors, "more": torch.ones(1)}, {"bias": torch.ones(2)}, {**tensors, "bias": torch.ones(3)}):
+        with pytest.raises(RuntimeError, match=r"(Unexpected|Missing) key|size mismatch"):
+            load_whole(model, wrong)
+    assert UpdateScope.element < UpdateScope.parameter < UpdateScope.model
+
+
+def test_the_centre_of_an_image_is_torchvisions_to_the_pixel_also_of_a_smaller_one() -> None:
+    for side in range(1, 12):
+        for part in range(1, 12):
+            rows = torch.arange(1, side + 1)[None, :, None].expand(1, side, part)
+            seen = center_crop(rows, [part, part])[0, :, 0].tolist()
+            at = next(at for at, row in enumerate(seen) if row)  # a frame has zeros
+            assert centre_start(side, part) == seen[at] - 1 - at, (side, part)
+
+
+def test_what_is_evaluated_follows_from_the_input_or_is_a_share_and_never_nothing() -> None:
+    assert [stored_side(seen, crop) for seen, crop in ((224, 0.875), (48, 0.875), (48, 0.86), (32, 1.0))] == [
+        256,
+        54,
+        55,
+        32,
+    ]
+    assert evaluated_size((54, 100), 0.875, (48, 32)) == (48, 88), "87.5 of 100 are rounded to the even number"
+    assert evaluated_size((1, 3), 0.1, (5, 5)) == (1, 1)
+    assert evaluated_size((10, 11), 0.65, (5, 5)) == (6, 7), "of 6.5 and 7.15"
+
+
+def test_numbers_of_channels_are_kept_or_averaged_for_another_number_of_channels() -> None:
+    cases = {((1.0, 2.0, 6.0), 1): (3.0,), ((0.5,), 3): (0.5,) * 3, ((1.0, 3.0), 2): (1.0, 3.0)}
+    assert {case: per_channel(*case) for case in cases} == cases
+    trained = TrainedInput(input_shape=(3, 8, 8), eval_crop=1.0, mean=(1.0, 2.0, 6.0), std=(1.0, 1.0, 4.0))
+    assert trained.normalisation(1) == ((3.0,), (2.0,))
+    assert trained.normalisation(3) == (trained.mean, trained.std)
+
+
+@pytest.mark.parametrize(
+    ("sides", "expected"), [((3, 4000), (1, 32)), ((4000, 3), (32, 1)), ((4000, 4000), (32, 32))]
+)
+def test_a_very_long_image_in_a_frame_keeps_a_pixel_of_each_side(
+    sides: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert whole_size(sides, (32, 32), "pad") == expected

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from helpers import records, resolved, train_here, weights
+from helpers import records, resolved, run_dir, train_here, weights
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.errors import InputError, NumericalError, StorageError
+from lockstep.core.observer import Callback, TrainingRun
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -24,6 +25,7 @@ from lockstep.data.loading.loaders import Resident
 from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.data.transforms.mixing import Mix
 from lockstep.models.nets import whitening_filters
+from lockstep.runtime import host
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
 from lockstep.telemetry.meter import Telemetry
@@ -32,7 +34,7 @@ from lockstep.training import experiment
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_observers import Observers, build_observers
 from lockstep.training.experiment import build_parts
-from lockstep.training.resolved_job import plan_of
+from lockstep.training.resolved_job import load_job, plan_of
 from lockstep.training.run_record import RunRecord
 from lockstep.training.train_state import Progress, build_state
 from thread_ranks import ThreadRanks
@@ -141,6 +143,14 @@ def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPa
     ranks = replace(World.solo(), size=2)
     state = build_state(job, ranks, data.plan, lambda number: data.normalised(number, ranks))
     assert state.peak_rate == 2e12 / training_flops(state.model, job.train_shape)
+
+
+def test_one_rank_of_each_machine_prepares_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, prepared = resolved("model=linear", "strategy=ddp"), list[type]()
+    monkeypatch.setattr(type(job.dataset), "prepare", lambda source: prepared.append(type(source)))
+    ranks = ThreadRanks(4, monkeypatch)
+    ranks.run(lambda world: build_data(job, replace(world, local_rank=world.rank % 2, local_size=2)))
+    assert len(prepared) == 2
 
 
 def test_the_energy_of_a_job_on_several_machines_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +322,39 @@ def test_a_compiled_float32_model_is_told_of_the_tensor_cores_that_it_leaves_idl
     assert any("without tensor cores; precision=tf32 uses them" in note for note in notes) == says
 
 
+BALANCED, WEIGHTS = "train.sampling=balanced", f"loss.class_weights={[1.0] * 10}"
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "has_bfloat16", "says"),
+    [
+        ((), "cpu", False, []),
+        (("precision=bf16",), "cpu", False, ["this processor has no instructions for bfloat16"]),
+        (("precision=bf16",), "cpu", True, []),
+        ((BALANCED,), "cpu", False, []),
+        ((WEIGHTS,), "cpu", False, []),
+        ((BALANCED, WEIGHTS), "cpu", False, [f"{BALANCED} balances the classes already"]),
+        (("precision=bf16",), "cuda:0", False, ["some kernels of a GPU add in an order"]),
+        (("repro=strict",), "cuda:0", False, []),
+    ],
+)
+def test_a_run_has_the_notes_of_its_own_limits_alone(
+    words: tuple[str, ...],
+    device: str,
+    has_bfloat16: bool,
+    says: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "has_bfloat16", lambda: has_bfloat16)
+    job, record = resolved(*words, "device=cpu"), RunRecord(RunDir(tmp_path), World.solo(device))
+    state: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), notes=[])
+    data: Any = SimpleNamespace(plan=plan_of(job, 100), train=SimpleNamespace(labels=torch.arange(10)))
+    notes = record._notes(job, data, state)
+    assert len(notes) == len(says)
+    assert all(note.startswith(begin) for note, begin in zip(notes, says, strict=True))
+
+
 def test_numbers_that_the_items_of_a_data_set_draw_change_no_initial_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,3 +367,18 @@ def test_numbers_that_the_items_of_a_data_set_draw_change_no_initial_weight(
     expected = first_weights(tmp_path / "one")
     monkeypatch.setattr(experiment, "build_data", lambda *parts: (torch.rand(7), build_data(*parts))[1])
     assert all(map(torch.equal, first_weights(tmp_path / "other"), expected))
+
+
+@dataclass
+class Counting(Callback):
+    steps: int = 0
+
+    def step_end(self, run: TrainingRun) -> None:
+        self.steps += 1
+
+
+def test_runs_of_one_job_have_callbacks_of_their_own(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", "model=linear", "device=cpu", "steps=2")
+    job = replace(load_job(run.config), callback={"counting": (counting := Counting())})
+    experiment.run(job, run, World.solo())
+    assert counting.steps == 0

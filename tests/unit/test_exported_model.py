@@ -1,19 +1,24 @@
 """How far an exported model may differ from its original. `tests/cli/test_export.py` writes and runs real files."""
 
+import errno
 import itertools
+import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from helpers import NARROW, train_here
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import InputError, LockstepError, StorageError
 from lockstep.core.model_card import FITS, VIEWS
 from lockstep.core.run_dir import RunDir
 from lockstep.inference import export as exporting
@@ -169,3 +174,296 @@ def test_an_exported_model_of_enlarged_images_takes_them_as_they_are_stored(
     assert images.shape == (4, 3, side, side)
     assert torch.equal(images, whole) == (stored <= 16)
     assert "on 4 images they differ" in capsys.readouterr().out
+
+
+def test_a_model_that_its_format_cannot_have_is_one_sentence_and_leaves_nothing(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: Any) -> None:
+        raise RuntimeError("no such operator\nin line 3")
+
+    monkeypatch.setitem(exporting.EXPORT_FORMATS, "faulty", exporting.Format(".file", write, lambda _: digits.logits))
+    with pytest.raises(InputError, match=r"--to faulty: this model cannot be exported \(no such operator[^\n]*\)$"):
+        exporting.write_export(digits, IMAGES, tmp_path / "model.file", kind="faulty", floats=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("images", "pixels"), [(["photo.png"], "uint8"), ([], "float32")])
+def test_the_network_alone_is_neither_compared_nor_of_other_pixels(
+    tmp_path: Path, images: list[str], pixels: str
+) -> None:
+    (weights := tmp_path / "model.safetensors").touch()
+    with pytest.raises(InputError, match="--to timm writes the network alone: remove --pixels and images"):
+        exporting.export(str(weights), images, kind="timm", pixels=pixels, out=None)
+
+
+def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, calls = tmp_path / "digits.safetensors", list[Any]()
+
+    def load(file: Path, **how: Any) -> Predictor:
+        assert (file, how) == (weights, {"device": "cpu", "precision": FP32()})
+        return digits
+
+    def write_export(_: Predictor, images: Tensor, path: Path, **how: Any) -> float:
+        calls.append((len(images), path, how))
+        return 0.00025
+
+    monkeypatch.setattr(exporting, "find_weights", lambda path: weights)
+    monkeypatch.setattr(exporting, "load_predictor", load)
+    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    monkeypatch.setattr(exporting, "write_export", write_export)
+    code = tmp_path / "preprocess.py"
+    for kind, pixels, out, path in (
+        ("torch", "uint8", None, weights.with_suffix(".pt2")),
+        ("onnx", "float", None, weights.with_suffix(".onnx")),
+        *(("torch", "uint8", str(tmp_path / name), tmp_path / name) for name in ("a.pt", "a.pth", "a.bin")),
+    ):
+        exporting.export("digits", [], kind=kind, pixels=pixels, out=out)
+        assert calls.pop() == (64, path, {"kind": kind, "floats": pixels == "float"})
+        inputs = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
+        shown, beside = capsys.readouterr().out.splitlines()
+        assert shown.startswith(
+            f"wrote {path}: {inputs} of shape batch x 1x8x8 to logits of 10 classes; on 64 images"
+        )
+        assert shown.endswith("they differ by at most 2.5e-04 from the model's")
+        assert beside == f"wrote {code}: its input for a photo"
+        assert code.read_bytes() == exporting.PREPROCESS.read_bytes()
+    for kind, name, usual in (("onnx", "a.pt2", "torch"), ("onnx", "a.pth", "torch"), ("torch", "a.onnx", "onnx")):
+        with pytest.raises(InputError, match=f"--to {kind} writes another kind of file: --to {usual}$"):
+            exporting.export("digits", [], kind=kind, pixels="uint8", out=str(tmp_path / name))
+    first, _, code_below = code.read_text().partition("\n")
+    code.write_text(f"{first} of an older version\n")
+    exporting.export("digits", [], kind="torch", pixels="uint8", out=None)
+    code.write_text(f"mine\n{first}\n{code_below}")
+    with pytest.raises(InputError, match=r"preprocess\.py is not of lockstep export; rename it"):
+        exporting.export("digits", [], kind="torch", pixels="uint8", out=None)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_random_images_have_the_mean_and_the_deviation_of_the_card(digits: Predictor, channels: int) -> None:
+    mean, std = (0.3, 0.4, 0.5, 0.6)[:channels], (0.02, 0.04, 0.06, 0.08)[:channels]
+    card = replace(digits.card, image_shape=(channels, 20, 30), mean=mean, std=std)
+    images = exporting._random_images(card)
+    assert (images.dtype, images.shape) == (torch.uint8, (64, channels, 20, 30))
+    pixels = images.double() / 255
+    torch.testing.assert_close(pixels.mean((0, 2, 3)), torch.tensor(mean).double(), atol=4e-3, rtol=0)
+    torch.testing.assert_close(pixels.std((0, 2, 3)), torch.tensor(std).double(), atol=2e-3, rtol=0)
+    torch.manual_seed(7)
+    assert torch.equal(exporting._random_images(card), images)
+    wide = exporting._random_images(replace(card, std=(9.0,) * channels))
+    assert {0, 255} <= {*wide.flatten().tolist()}
+    assert (wide == 0).double().mean() == pytest.approx(0.48, abs=0.03), (
+        "what is too dark is black, and no other value"
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_model_is_compared_alone_and_in_a_batch_of_all(number: int) -> None:
+    images, batches = torch.rand(number, 3, 4, 4), list[Tensor]()
+
+    def logits(batch: Tensor) -> Tensor:
+        batches.append(batch)
+        return batch.flatten(1)
+
+    assert len(exporting._compared(logits, images)) == 1 + number
+    assert [*map(len, batches)] == [1, number]
+    assert torch.equal(batches[1], images)
+
+
+def test_a_model_is_compared_on_the_first_images_that_are_named_and_that_it_can_take(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "COMPARED", 3)
+    monkeypatch.setattr(Predictor, "stored", lambda _, paths: paths)
+    for folder, number in (("b", 2), ("a", 2)):
+        (tmp_path / folder).mkdir()
+        for name in (f"{at}.{suffix}" for at in range(number) for suffix in ("npy", "png")):
+            (tmp_path / folder / name).touch()
+    for channels, suffix in ((1, "png"), (3, "png"), (4, "npy")):
+        card = replace(digits.card, image_shape=(channels, 8, 8))
+        named = [str(tmp_path / "b"), str(tmp_path / "a")]
+        paths, origin = exporting._images(replace(digits, card=card), tmp_path / "alone.safetensors", named)
+        expected = [tmp_path / f"{name}.{suffix}" for name in ("b/0", "b/1", "a/0")]
+        assert (paths, origin) == (expected, "")  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_what_is_traced_takes_bytes_or_numbers_from_0_to_1_in_an_evaluation(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floats: bool
+) -> None:
+    modules, synced = list[nn.Module](), list[Path]()
+
+    def write(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:
+        warnings.warn("the exporter's own code is old", DeprecationWarning, stacklevel=1)
+        assert not any(part.training for part in module.modules())
+        assert torch.equal(example, images[:1].repeat(2, 1, 1, 1)), "of two images, the number is a variable"
+        assert not torch.is_grad_enabled()
+        assert metadata == digits.card.metadata()
+        modules.append(module)
+        path.touch()
+
+    images = IMAGES.float() / 255 if floats else IMAGES
+    monkeypatch.setitem(exporting.EXPORT_FORMATS, "traced", exporting.Format(".file", write, lambda _: modules[0]))
+    monkeypatch.setattr(exporting, "sync", lambda path: synced.append(path) or path.stat())
+    path = tmp_path / "model.file"
+    difference = exporting.write_export(digits, IMAGES, path, kind="traced", floats=floats)
+    assert difference <= 1e-5
+    torch.testing.assert_close(modules[0](images), digits.logits(IMAGES))
+    assert [at.name for at in synced] == ["model.file"], "it is on the disk before it has its name"
+    assert synced[0].parent != tmp_path
+    assert [*tmp_path.iterdir()] == [path]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(exporting.EXPORT_FORMATS, "full", exporting.Format(".file", full, lambda _: digits.logits))
+    with pytest.raises(StorageError, match="No space left"):
+        exporting.write_export(digits, IMAGES, path, kind="full", floats=floats)
+
+
+@pytest.mark.parametrize(
+    ("stored", "seen", "crop", "share"),
+    [
+        (256, 224, 0.875, 0.875),
+        (235, 224, 0.95, 0.95),
+        (224, 224, 1.0, 1.0),
+        (256, 192, 0.75, 0.75),
+        *((stored, 224, 224 / stored, 224 / stored) for stored in range(225, 300, 7)),
+        (256, 224, 0.9, None),
+        (256, 224, 1.0, None),
+        (256, 128, 0.875, None),
+    ],
+)
+def test_a_share_of_timm_is_one_by_which_it_resizes_and_cuts_alike(
+    digits: Predictor, stored: int, seen: int, crop: float, share: float | None
+) -> None:
+    card = replace(digits.card, image_shape=(1, stored, stored), input_shape=(1, seen, seen), eval_crop=crop)
+    own = exporting.timm_share(card)
+    assert own == (share if share is None else pytest.approx(share, rel=1e-12))
+    facts, differences = exporting._facts(card, {}), exporting._differences(card)
+    assert facts["crop_pct"] == (own or crop)
+    assert any(
+        f"resizes a photo to {stored}x{stored} and its centre to {seen}x{seen}" in of for of in differences
+    ) == (share is None)
+    if own is not None:
+        transform = timm.data.create_transform((1, seen, seen), crop_pct=own)
+        assert transform.transforms[0].size == stored
+
+
+def test_what_is_said_of_other_channels_and_of_sizes_of_two_sides(digits: Predictor) -> None:
+    for channels in (1, 2, 3, 4):
+        shape = (channels, 8, 8)
+        differences = exporting._differences(
+            replace(digits.card, image_shape=shape, input_shape=shape, eval_crop=1.0)
+        )
+        assert differences == [f"images have {channels} channels, Transformers' pipeline makes them RGB"] * (
+            channels != 3
+        )
+    oblong = replace(digits.card, image_shape=(3, 64, 40), input_shape=(3, 56, 35), eval_crop=0.875)
+    assert exporting.timm_share(oblong) == 0.875
+    assert exporting.timm_share(replace(oblong, image_shape=(3, 64, 41))) is None
+
+
+CARD = """---
+library_name: timm
+pipeline_tag: image-classification
+tags: [image-classification, timm]
+{base_model}---
+
+# own\\_name
+
+`DigitNet`, trained on {data} with Lockstep 9.9, step 1,234{averaged}.
+{tuned}
+Data: 5 images in the training split, 2 images in the evaluation split.
+
+{classes}On the evaluation split:
+
+- 91.50 % top-1
+
+Images: 1x8x8 (channels, height, width), crop, the central 87.5 %, bilinear; mean [0.25], standard deviation [0.5]. \
+Outputs: {number} classes (softmax).
+{differences}
+{command}```python
+import timm
+
+model = timm.create_model('local-dir:own_name', pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+```
+"""
+
+
+@pytest.mark.parametrize("number", [100, 101])
+@pytest.mark.parametrize("tuned", [False, True])
+def test_the_model_card_has_each_fact_in_its_place(
+    digits: Predictor, tmp_path: Path, number: int, tuned: bool
+) -> None:
+    run = RunDir.at(tmp_path / "run") if tuned else None
+    names = tuple(f"n{at}" for at in range(number))
+    card = replace(
+        digits.card,
+        eval_crop=0.875,
+        mean=(0.25,),
+        std=(0.5,),
+        step=1234,
+        averaged=tuned,
+        lockstep="9.9",
+        scores={"top1": 91.5},
+        classes=number,
+        class_names=names,
+        trained_on={"_target_": "lockstep.data.datasets.Folder", "images": {"train": 5, "val": 2}},
+    )
+    if run is not None:
+        run.overrides.write_text('["steps=2"]')
+        run.composed.write_text("dataset: {path: /data/photos}\n")
+        run.write_summary(best_step=1234, test={"top1": None})
+    base = {"hf_hub_id": "timm/x", "license": "mit", "origin_url": "a"} if tuned else {}
+    expected = CARD.format(
+        base_model='base_model: "timm/x"\n' if tuned else "",
+        data="photos (Folder)" if tuned else "Folder",
+        averaged=", averaged weights" * tuned,
+        tuned="Fine-tuned from timm/x, mit, a.\n" if tuned else "",
+        classes=f"Classes: {', '.join(names)}.\n\n" if number == 100 else "",
+        number=number,
+        differences="".join(f"Predictions can differ from the run's: {of}.\n" for of in ("one", "two")) * tuned,
+        command="```bash\nlockstep train steps=2\n```\n\n" if tuned else "",
+    )
+    assert exporting.readme(card, run, "own_name", ["one", "two"] if tuned else [], base) == expected
+
+
+def test_a_folder_of_timm_has_the_model_and_the_facts_of_the_card(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synced, sync, target = list[str](), exporting.sync, tmp_path / "folder"
+    model = timm.create_model("test_resnet", num_classes=10, in_chans=1).eval()
+    card = replace(digits.card, model={"_target_": "lockstep.models.Timm", "options": {"drop_rate": 0.5}})
+    predictor = replace(digits, model=model, card=card)
+    monkeypatch.setattr(exporting, "sync", lambda path: synced.append(path.name) or sync(path))
+    exporting.export_folder(predictor, None, target)
+    assert synced == ["model.safetensors", "folder"]
+    assert sorted(path.name for path in target.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    config = json.loads((target / "config.json").read_text())
+    assert config["model_args"] == {"drop_rate": 0.5, "in_chans": 1, "global_pool": "avg"}
+    assert (config["num_classes"], config["label_names"]) == (10, [*map(str, range(10))])
+    assert config["problem_type"] == "single_label_classification"
+    assert config["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert "own_sha256" in safe_open(target / "model.safetensors", "pt").metadata()
+    assert (target / "model.safetensors").stat().st_mode == (target / "config.json").stat().st_mode
+    shown = capsys.readouterr().out
+    assert (
+        "warning: --to timm: images have 1 channels, Transformers' pipeline makes them RGB: predictions can" in shown
+    )
+    assert f'wrote {target}: timm.create_model("local-dir:{target}", pretrained=True) has the logits' in shown
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("nowhere")
+    for name in ("folder", "link", "no/where"):
+        with pytest.raises(InputError, match=f"--out is {name}, expected a new folder in a folder that exists"):
+            exporting.export_folder(predictor, None, Path(name))
+    with pytest.raises(InputError, match=r"this model is no model of timm \(lockstep.models.Timm\); use --to onnx"):
+        exporting.export_folder(replace(predictor, model=Pixels()), None, Path("other"))
+    changed = timm.create_model("test_resnet", num_classes=10, in_chans=1).eval()
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: changed)
+    with pytest.raises(LockstepError, match="the model that timm builds has other logits; nothing was written"):
+        exporting.export_folder(predictor, None, Path("other"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link"]

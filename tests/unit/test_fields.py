@@ -1,9 +1,11 @@
 """Every number of a config has a range with two ends, which is checked before the number is used."""
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from lockstep.config.options import classes_of
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
-from lockstep.core.fields import PATH, TEXT, TIME_CHECK, Number, parse_duration, parse_time, problems
+from lockstep.core.fields import PATH, PATTERN, TEXT, TIME_CHECK, Number, parse_duration, parse_time, problems
 from lockstep.core.plan import seconds, steps
 from lockstep.optim import AdamW
 from lockstep.optim.schedule import Constant
@@ -73,6 +75,7 @@ def outside(rule: Any) -> list[Any]:
         numbers = [{"a": math.nan}, {"a": [{"b": math.inf}]}, {"a": 10**400}, {"a": [-(10**400)]}]
         return [*numbers, *texts]
     broken = [f"a{character}b" for character in HOSTILE] + ["a\n", "\na"]
+    broken += ["(", "[a", "*", "a{2,1}", "a{99999999999}", "(?P<a>", "\\"] * (rule is PATTERN)
     return broken + ["", " ", "a\0b", "a\nb", "a" * 256, "a/" * 2000, "~no-such-user/x"] * (rule is PATH)
 
 
@@ -224,3 +227,217 @@ def test_every_value_of_a_list_and_of_a_block_is_checked() -> None:
     assert refused == [*problems(Job, {"train": {"mixup": -1}})] != []
     (sentence,) = problems(AdamW, {"betas": [0.9, 2]})
     assert sentence.startswith("betas is [0.9, 2], expected each a number from 0")
+
+
+def test_a_path_is_inside_a_folder_and_not_beside_one_whose_name_begins_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    inside = {
+        *((path, ()) for path in ("", ".", "a", "a/../b", "./a/b")),
+        *((path, ("/data",)) for path in ("a", "/data", "/data/", "/data/a", "/data/a/../b")),
+        *((path, ("/data", "/more")) for path in ("/more/a", "/data/a")),
+        *((path, ("~",)) for path in ("~", "~/a", f"{tmp_path}/home/a")),
+    }
+    outside = {
+        *((path, ()) for path in ("..", "a/../..", "../x", "/", "/data", "~", str(tmp_path))),
+        *((path, ("/data",)) for path in ("..", "/", "/data2", "/data2/a", "/data/../a", "~/a", f"{tmp_path}/a")),
+        *((path, ("~",)) for path in ("~/..", "~/../a", f"{tmp_path}/home2")),
+    }
+    assert [case for case in inside if not fields.is_inside(case[0], *case[1])] == []
+    assert [case for case in outside if fields.is_inside(case[0], *case[1])] == []
+
+
+def test_a_mapping_for_a_library_has_a_limit_for_its_values_and_its_numbers() -> None:
+    rule = fields.mapping(most=10).metadata["rule"]
+    most = fields.OPTION_VALUES
+    fitting: list[Any] = [{}, {"a": 10, "b": [-10, {"c": None}]}, {"a": [0] * most}, {"a": True, "b": "text"}]
+    too_much: list[Any] = [{"a": 10.1}, {"a": [0, {"b": -11}]}, {"a": [0] * (most + 1)}]
+    too_much += [{str(number): 0 for number in range(most + 1)}]
+    assert [*map(rule.fits, fitting)] == [True] * len(fitting)
+    assert [*map(rule.fits, too_much)] == [False] * len(too_much)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Number(low=0, high=1), "a number from 0 to 1"),
+        (Number(low=0, high=1, low_open=True), "a number above 0 and at most 1"),
+        (Number(low=0, high=1, high_open=True), "a number from 0 to below 1"),
+        (Number(low=0, high=0.5, low_open=True, high_open=True), "a number above 0 and below 0.5"),
+        (Number(low=1e-6, high=1e6, words=("auto", "max")), "auto or max or a number from 1e-06 to 1,000,000"),
+        (Number(low=1, high=16_384, whole=True), "a whole number from 1 to 16,384"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_range_is_told_with_its_ends_as_they_are(rule: Number, expected: str) -> None:
+    assert rule.expected == expected
+
+
+@pytest.mark.parametrize(
+    ("default", "least", "words", "whole"),
+    [
+        *((2, 1, (), True), (2.0, 1, (), False), ([2, 3.5], 1, (), True), ([2.5, 3], 1, (), False)),
+        *((None, 1, (), True), (None, 1.0, (), False), ("auto", 1, ("auto",), True), ("auto", 1.0, ("auto",), False)),
+    ],
+)
+def test_a_range_is_of_whole_numbers_if_its_default_is_one_or_else_its_end(
+    default: Any, least: float, words: tuple[str, ...], whole: bool
+) -> None:
+    rule = fields.ranged(default, least=least, most=9, words=words).metadata["rule"]
+    assert [rule.fits(value) for value in (1, 9, 2.5, "auto")] == [True, True, not whole, words == ("auto",)]
+
+
+def test_one_is_not_true_where_a_field_has_a_few_values() -> None:
+    rule = fields.choice("auto", True, 2, "auto").metadata["rule"]
+    values = (
+        {"True": True, "2": 2, "auto": "auto"},
+        {"1": 1, "2.0": 2.0, "False": False, "text": "True", "None": None},
+    )
+    assert [{name: rule.fits(value) for name, value in kind.items()} for kind in values] == [
+        dict.fromkeys(values[0], True),
+        dict.fromkeys(values[1], False),
+    ]
+    assert rule.expected == "one of True, 2, auto"
+
+
+def test_a_square_is_one_number_and_a_size_has_its_height_first() -> None:
+    assert [fields.as_pixels(3, 3), fields.as_pixels(3, 5), fields.as_pixels(5, 3)] == [3, [3, 5], [5, 3]]
+    assert [fields.sides(3), fields.sides([3, 5]), fields.sides((5, 3))] == [(3, 3), (3, 5), (5, 3)]
+
+
+def test_a_duration_is_told_with_what_it_may_be() -> None:
+    most = f"{fields.MOST_STEPS:,}"
+    rules: dict[str, dict[str, Any]] = {
+        f"steps (100), epochs (2ep) or a share of the run (5%), above 0 and at most {most}": {},
+        f"steps (100), epochs (2ep) or a share of the run (5%), from 0 to {most}": {"zero": True},
+    }
+    timed = {"words": ("auto",), "timed": True, "unit": "evaluations"}
+    says = "auto or evaluations (5), epochs (2ep), a time (10min) or a share of the run (5%)"
+    rules[f"{says}, above 0 and at most {most}"] = timed
+    for expected, options in rules.items():
+        rule = fields.duration(1, **options).metadata["rule"]
+        assert rule.expected == expected
+        times = [rule.fits(value) for value in ("10min", "2h", "30 s", "auto", "0s", "501h")]
+        assert times == [options is timed] * 4 + [False] * 2
+
+
+def test_spaces_around_and_within_a_duration_or_a_time_change_nothing() -> None:
+    durations: dict[str, tuple[float, str]] = {" 5 ": (5, ""), " 2 ep": (2, "ep"), "2.5% ": (2.5, "%")}
+    assert {text: parse_duration(text) for text in durations} == durations
+    times = {" 30 s": 30.0, "1.5h ": 5400.0, " 10 min ": 600.0, " 45 ": 45.0}
+    assert {text: parse_time(text) for text in times} == times
+    timed: list[Any] = ["30s", "10min", "2h", "1.5 h", " 30 s ", "10 min ", "2h "]
+    untimed: list[Any] = ["30", 30, "30ep", "5%", "h", "soon", "2 hours", None]
+    assert [*map(fields.is_timed, timed + untimed)] == [True] * len(timed) + [False] * len(untimed)
+
+
+def test_a_plugins_number_is_whole_and_at_least_the_least() -> None:
+    for value in (1, 2, 10**30):
+        fields.check_whole("hydra.sweeper.n_trials", value, 1)
+    wrong: list[Any] = [0, -1, True, 1.0, "1", None]
+    for value in wrong:
+        with pytest.raises(InputError) as caught:
+            fields.check_whole("key", value, 1)
+        assert str(caught.value) == f"key is {value!r}, expected a whole number from 1: key=1"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Inner:
+    folder: str = fields.personal(fields.pathname("here"), fields.FOLDER)
+    rate: float = fields.ranged(0.1, above=0, most=1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outer:
+    number: int = fields.ranged(3, least=1, most=20)
+    workers: Any = fields.ranged("auto", least=0, most=9, words=("auto",))
+    share: Any = fields.ranged("auto", least=0.0, most=1.0, words=("auto",))
+    limit: int | None = fields.ranged(None, least=1, most=9)
+    betas: list[float] = fields.ranged([0.9, 0.99], least=0, below=1)
+    side: Any = fields.pixels(8)
+    name: str = fields.ruled("???", TEXT)
+    options: dict[str, Any] = fields.mapping(most=9)
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    several: dict[str, Inner] = dataclasses.field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        *(({"inner": {"rate": "0.5x"}}, ": k.inner.rate=0.5"), ({"inner": {"rate": "5x"}}, ": k.inner.rate=0.1")),
+        *(
+            ({"inner": {"rate": "1e-3s"}}, ": k.inner.rate=1e-3"),
+            ({"inner": {"rate": "5E-1 s"}}, ": k.inner.rate=5E-1"),
+        ),
+        *(
+            ({"number": "4 px"}, ": k.number=4"),
+            ({"number": "4.5px"}, ": k.number=3"),
+            ({"number": "x4"}, ": k.number=3"),
+        ),
+        *(
+            ({"number": 0}, ": k.number=3"),
+            ({"limit": 0}, ": k.limit=null"),
+            ({"betas": [1]}, ": k.betas=[0.9,0.99]"),
+        ),
+        *(
+            ({"name": 3}, ""),
+            ({"options": {"a": 10}}, ""),
+            ({"side": None}, ": k.side=8"),
+            ({"workers": 0.5}, ": k.workers=auto"),
+        ),
+    ],
+)
+def test_a_mistake_ends_with_the_override_that_mends_it(value: dict[str, Any], remedy: str) -> None:
+    (sentence,) = problems(Outer, value, "k.")
+    assert sentence.partition(", expected ")[2].endswith(remedy)
+    assert remedy or ": k." not in sentence
+
+
+def test_what_a_config_lacks_or_has_as_null_is_no_mistake_where_null_may_be() -> None:
+    assert [*problems(Outer, {})] == [*problems(Outer, {"limit": None, "number": None, "name": None})] == []
+
+
+def test_a_text_that_spells_a_number_is_one_where_numbers_and_words_are() -> None:
+    texts: dict[tuple[str, str], Any] = {
+        **{("workers", text): 3 for text in ("3", " 3 ")},
+        **{("workers", text): text for text in ("auto", "1.5", "many")},
+        **{(name, "3"): "3" for name in ("number", "name")},
+        **{("share", text): value for text, value in (("0.5", 0.5), ("auto", "auto"))},
+    }
+    numbers = {(name, text): fields.as_number(Outer, name, text) for name, text in texts}
+    assert numbers == texts
+    assert isinstance(numbers["workers", "3"], int)
+    assert fields.as_number(Outer, "workers", 2) == 2
+
+
+def test_personal_values_of_parts_have_their_whole_keys() -> None:
+    outer = Outer(name="x", inner=Inner(folder="a"), several={"one": Inner(folder="b"), "two": Inner()})
+    keys = {"k.inner.folder": "a", "k.several.one.folder": "b", "k.several.two.folder": "here"}
+    assert [*fields.personal_values(outer, "k.")] == [(key, "folder", value, "here") for key, value in keys.items()]
+
+
+def test_every_value_of_a_config_has_its_key_also_an_empty_mapping_and_those_of_lists() -> None:
+    config = {"a": {}, "b": {"c": {}, "d": [1, {"e": 2}]}, "f": None}
+    assert [*fields.leaves(config)] == [("a", {}), ("b.c", {}), ("b.d", [1, {"e": 2}]), ("f", None)]
+    assert [*fields.nested(config)] == [(("b", "d", "0"), 1), (("b", "d", "1", "e"), 2), (("f",), None)]
+
+
+def test_a_field_keeps_each_fact_that_is_written_at_it_in_any_order() -> None:
+    facts: list[Callable[[Any], Any]] = [
+        lambda field: fields.with_role(fields.Role.place, field),
+        lambda field: fields.with_history(field, names=("old",), before="b"),
+        lambda field: fields.personal(field, fields.SHELL),
+        lambda field: fields.in_config("${seed}", field),
+    ]
+    for order in itertools.permutations(facts):
+        field = fields.ruled("a", TEXT)
+        for fact in order:
+            field = fact(field)
+        cls: Any = dataclasses.make_dataclass("Written", [("key", str, field)])
+        assert fields.rule_of(cls, "key") is TEXT
+        assert fields.declared_role(cls, "key") is fields.Role.place
+        assert (fields.former_names(cls), fields.values_before(cls)) == ({"old": "key"}, {"key": "b"})
+        assert fields.config_defaults(cls) == {"key": "${seed}"}
+        assert [*fields.personal_values(cls())] == [("key", "shell", "a", "a")]

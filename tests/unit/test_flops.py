@@ -54,6 +54,8 @@ def test_a_model_that_decides_by_values_is_not_counted_and_stays_as_it_was() -> 
     assert training_flops(model, (8,)) == 0
     assert model.training
     assert model.weight.device == CPU
+    model.forward = lambda x: {}["no such key"]  # type: ignore[method-assign]
+    assert training_flops(model, (8,)) == 0
 
 
 @pytest.mark.parametrize(
@@ -123,3 +125,29 @@ def test_a_resumed_run_has_a_profile_of_the_steps_that_are_left(tmp_path: Path) 
     train_here(tmp_path / "run", *job, stop_at=9)
     run = train_here(tmp_path / "run", *job, "telemetry.profile=true")
     assert (run.logs / "profile" / "operators.txt").is_file()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_profile_of_a_gpu_waits_for_it_and_the_table_has_what_takes_longest(
+    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+
+    def profile(*, activities: list[Any], acc_events: bool) -> SimpleNamespace:
+        calls.extend(activity.name for activity in activities)
+        averages = SimpleNamespace(table=lambda **options: calls.append(options) or "a table")
+        return SimpleNamespace(
+            start=lambda: None,
+            stop=lambda: calls.append("stop"),
+            export_chrome_trace=calls.append,
+            key_averages=lambda: averages,
+        )
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    assert [*profiled(iter(range(2)), tmp_path / "profile", 2, on_gpu=on_gpu)] == [0, 1]  # type: ignore[arg-type]
+    trace, kind = str(tmp_path / "profile" / "trace.json.gz"), "cuda" if on_gpu else "cpu"
+    table = {"sort_by": f"self_{kind}_time_total", "row_limit": 30}
+    assert calls == ["CPU", *["CUDA", "wait"] * on_gpu, "stop", trace, table]
+    assert (tmp_path / "profile" / "operators.txt").read_text() == "a table\n"
+    assert f"profile  2 steps in {trace}, for chrome://tracing" in " ".join(capsys.readouterr().out.split("\n"))

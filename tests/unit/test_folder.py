@@ -13,7 +13,7 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.files import FileSplit
-from lockstep.data.datasets.folder import Folder, ImageNet, left_out_note
+from lockstep.data.datasets.folder import Folder, ImageNet, left_out_note, suffixes_of
 from lockstep.data.datasets.listing import Files, as_names
 
 
@@ -41,6 +41,24 @@ def test_the_order_of_the_disk_does_not_matter(tmp_path: Path) -> None:
     assert split.labels.tolist() == [number for number in range(26) for _ in range(3)]
     levels = split.fetch(list(range(78)))[:, 0, 0, 0].tolist()
     assert levels == [level for letter in range(97, 123) for level in (2, 3, letter)]
+
+
+def test_files_and_classes_are_in_the_order_of_their_letters_capitals_first(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        fill(tmp_path / split, ant=[1], Zebra=[2])
+        for name, level in (("b", 4), ("A", 3), ("a", 5), ("C", 6)):
+            Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(tmp_path / split / "ant" / f"{name}.png")
+    folder = Folder(path=str(tmp_path), decode_size=8)
+    assert list(folder.class_names) == ["Zebra", "ant"]
+    assert folder.train().fetch(list(range(6)))[:, 0, 0, 0].tolist() == [2, 1, 3, 6, 5, 4]
+
+
+@pytest.mark.parametrize("words", [{"train_folder": "train"}, {"val_folder": "valid"}, {}], ids=str)
+def test_each_folder_is_located_also_where_the_other_is_named(tmp_path: Path, words: dict[str, str]) -> None:
+    fill(tmp_path / "train", ant=[1, 2], cat=[3])
+    fill(tmp_path / "valid", ant=[4], cat=[5])
+    folder = Folder(path=str(tmp_path), decode_size=8, **words)
+    assert {split: len(files) for split, files in folder.listings().items()} == {"train": 3, "val": 2}
 
 
 def test_the_evaluation_split_numbers_its_classes_as_the_training_split_does(root: Path) -> None:
@@ -249,3 +267,99 @@ def test_the_folder_to_test_on_is_not_the_one_that_is_evaluated(
         (tmp_path / name / "a").mkdir(parents=True)
     located = Folder(path=str(tmp_path), test_folder=test_folder).located()
     assert (located.train_folder, (located.val_folder, located.val_share)) == ("train", expected)
+
+
+@pytest.mark.parametrize(
+    ("folders", "train", "expected"),
+    [
+        ("train val mine", "mine", ("val", None)),
+        ("train test mine", "mine", ("test", None)),
+        ("train val", ".", ("none", 0.1)),
+        ("train val", "val", ("none", 0.1)),
+        ("mine", "mine", ("none", 0.1)),
+        ("train val", "nowhere", ("val", None)),
+        ("train", "nowhere", ("val", None)),
+    ],
+)
+def test_a_folder_to_train_on_that_is_typed_is_kept_and_the_other_one_is_looked_for(
+    tmp_path: Path, folders: str, train: str, expected: tuple[str, float | None]
+) -> None:
+    for name in folders.split():
+        (tmp_path / name / "a").mkdir(parents=True)
+    located = Folder(path=str(tmp_path), train_folder=train).located()
+    assert (located.train_folder, (located.val_folder, located.val_share)) == (train, expected)
+    cut = Folder(path=str(tmp_path), train_folder=train, folds=3, fold=0).located()
+    assert (cut.train_folder, cut.val_folder, cut.val_share) == (train, "val", None)
+
+
+@pytest.mark.parametrize(
+    ("key", "folders", "remedy"),
+    [
+        ("val", "train valid", "valid, or hold out a share of {}/train with dataset.val_share=0.1"),
+        ("val", "train", "NAME, or hold out a share of {}/train with dataset.val_share=0.1"),
+        ("test", "train val valid", "valid, or hold out a share of {}/train with dataset.test_share=0.1"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_answered_with_one_that_is_not_used_yet(
+    tmp_path: Path, key: str, folders: str, remedy: str
+) -> None:
+    for name in folders.split():
+        fill(tmp_path / name, a=[1])
+    own = {"val_folder": "val", f"{key}_folder": "nowhere"}
+    with pytest.raises(InputError) as caught:
+        Folder(path=str(tmp_path), train_folder="train", **own).prepare()
+    sentence = f"dataset.{key}_folder: there is no folder {tmp_path}/nowhere; name another with dataset.{key}_folder="
+    assert str(caught.value) == sentence + remedy.format(tmp_path)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_photos_have_the_suffixes_of_photos_and_other_channels_those_of_arrays(channels: int) -> None:
+    assert {".jpg", ".png", ".tif"} < suffixes_of(channels)
+    assert ".npy" not in suffixes_of(channels)
+    assert suffixes_of(2) == suffixes_of(4) == {".npy", ".tif", ".tiff"}
+
+
+def small_files(root: Path, *sides: int) -> str:
+    """A folder of one class to train on with files of these sides, in their order; 0 is a broken one."""
+    for split, own in (("train", sides), ("val", (300,))):
+        (root / split / "a").mkdir(parents=True)
+        for number, side in enumerate(own):
+            path = root / split / "a" / f"{number:03}.png"
+            if side:
+                Image.new("RGB", (side + number % 2, side)).save(path)
+            else:
+                path.write_bytes(b"no image")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("sides", "expected"),
+    [
+        ([56] * 3, 56),
+        ([8] * 3, 32),
+        ([31, 32], 32),
+        ([8, 8, 100, 100, 100], 100),
+        ([8, 8, 100, 100], 32),
+        ([0, 56, 0, 56], 56),
+        ([0, 0], None),
+        ([40, 300, 300] * 9, 40),
+        ([300, 40, 40] * 9, None),
+        ([*[300, 40, 40] * 4, *[40, 300, 300] * 6], 40),
+    ],
+    ids=str,
+)
+def test_the_size_of_small_files_is_the_lower_median_of_nine_of_them(
+    tmp_path: Path, sides: list[int], expected: int | None
+) -> None:
+    source = Folder(path=small_files(tmp_path, *sides))
+    assert source.enlarged_side() == expected
+    notes = [note for note in source.notes() if "are enlarged" in note]
+    words = "the files are at most about {0} pixels high or wide, and are enlarged to 224: dataset.input_size={0} "
+    less = f"dataset.decode_size={expected} is {(224 / (expected or 1)) ** 2:.0f} times less work"
+    assert notes == ([] if expected is None else [words.format(expected) + less])
+
+
+def test_files_are_small_for_the_shorter_side_of_an_input(tmp_path: Path) -> None:
+    path = small_files(tmp_path, 112)
+    for size, expected in (([224, 448], 112), ([448, 224], 112), ([222, 448], None), ([448, 222], None)):
+        assert Folder(path=path, input_size=size).enlarged_side() == expected

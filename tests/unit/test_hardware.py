@@ -165,6 +165,8 @@ def test_each_rank_reports_its_gpu_and_main_watches_those_of_its_machine(
     monkeypatch.setattr(World, "gather", lambda self, own: [uuids_by_rank.get(rank, own) for rank in range(4)])
     here = World(rank=2, local_rank=0, size=4, local_size=2, device=torch.device("cuda:0"), local_peer_pids={3: 1234})
     assert watched_gpus(nn.Linear(2, 2), here) == ["GPU-aa", "GPU-bb"]
+    last = World(rank=2, local_rank=1, size=4, local_size=2, device=torch.device("cuda:0"), local_peer_pids={1: 1234})
+    assert watched_gpus(nn.Linear(2, 2), last) == ["GPU-yy", "GPU-aa"]
 
 
 def test_dp_has_all_gpus_of_its_process_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +321,85 @@ def test_the_processor_time_of_all_ranks_is_added(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hardware.psutil, "Process", process)
     monkeypatch.setattr(hardware.time, "monotonic", lambda: clock[0])
     processes = Processes([1, 2], counters=[])
-    clock[0] = 2.0
     expected = {"cpu/cores": 4.0, "cpu/mem_gb": 3.0, "cpu/read_mb_s": 3.0, "cpu/write_mb_s": 4.0}
-    assert processes.sample(1) == pytest.approx(expected)
+    for now in (2.0, 2.5):
+        clock[0] = now
+        assert processes.sample(1) == pytest.approx(expected)
+    without = process(1)
+    del without.io_counters  # as on macOS
+    monkeypatch.setattr(hardware.psutil, "Process", lambda number: without)
+    assert Processes([1], counters=[]).sample(1)["cpu/read_mb_s"] == 0
+
+
+def test_the_counters_of_whole_processors_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "RAPL", tmp_path)
+    for name in ("intel-rapl:0", "intel-rapl:0:0", "intel-rapl:1", "intel-rapl-mmio:0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text("0")
+    processes = Processes([os.getpid()])
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("3000000")
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("2000000")  # a part of it
+    assert processes.sample(1)["cpu/power_w"] > 0
+    assert processes.joules == 3.0
+    assert Processes([os.getpid()], counters=[]).joules is None
+
+
+def test_each_reason_for_which_the_hardware_lowers_the_clocks_is_known(
+    gpus: Callable[..., Gpus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits of NVML: 1 idle, 2 set by the user, 4 power cap, 8 hardware, 0x10 sync boost, 0x20 heat, 0x100 display."""
+    part = gpus()
+    for reasons, slowed in ((0, 0), (1, 0), (2, 0), (4, 1), (8, 1), (0x10, 0), (0x20, 1), (0x100, 0), (0x24, 1)):
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda gpu, reasons=reasons: reasons)
+        assert part.sample(1)["gpu/slowed/0"] == slowed, reasons
+
+
+def test_a_sample_has_the_time_in_milliseconds_and_a_gpu_without_counters_no_active_shares(
+    gpus: Callable[..., Gpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsupported = SimpleNamespace(isSupportedDevice=0)
+    monkeypatch.setattr(pynvml, "nvmlGpmQueryDeviceSupport", lambda gpu: unsupported)
+    monkeypatch.setattr(hardware.time, "time", lambda: 1234.56789)
+    part = gpus("GPU-bb")
+    figures = part.sample(4)
+    part.file.flush()
+    assert not [tag for tag in figures if "active" in tag]
+    (line,) = lines(tmp_path)
+    assert (line["time"], line["step"]) == (1234.568, 4)
+
+
+def test_gpus_whose_file_cannot_be_written_are_left_out(
+    nvml: FakeNvml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (part,) = parts_of(gpus=["GPU-aa"], path=tmp_path / "none" / "gpu.jsonl", processes=[os.getpid()])
+    assert isinstance(part, Processes)
+    assert "; the run continues without GPU figures" in capsys.readouterr().out
+
+
+def test_a_part_that_fails_is_sampled_no_more_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def part(figures: dict[str, float] | Exception, joules: float | None = None) -> Any:
+        def sample(step: int) -> dict[str, float]:
+            calls.append(figures)
+            if isinstance(figures, Exception):
+                raise figures
+            return figures
+
+        return SimpleNamespace(sample=sample, joules=joules)
+
+    calls: list[Any] = []
+    sink, ended, full = Recorder(), hardware.psutil.AccessDenied(7), OSError("the disk is full")
+    whole = {"gpu/util/0": 40.0, "gpu/util/1": 20.0}
+    parts = [part(ended), part(full, 0.0), part({}), part(whole, 3.0)]
+    watching = HardwareWatch(parts, sink, itertools.count().__next__)
+    for _ in range(2):
+        watching._sample()
+    watching.sampling = [parts[2]]
+    watching._sample()
+    assert calls == [ended, full, {}, whole, {}, whole, {}]
+    assert [step for step, _ in sink.lines] == [1, 2], "a sample of nothing is no line"
+    shown = capsys.readouterr().out
+    assert shown.count("warning") == shown.count("the hardware stopped answering (the disk is full)") == 1
+    assert watching.joules == 3.0
+    assert HardwareWatch(parts[:2], sink, lambda: 0).joules == 0
+    assert HardwareWatch(parts[:1], sink, lambda: 0).joules is None
+    assert watching.close() == {"gpu_util": 30.0}

@@ -12,12 +12,13 @@ import yaml
 
 from helpers import ROOT, created
 from lockstep.config import components, composition, options
-from lockstep.config.history import present_key, present_values, present_words
-from lockstep.config.schema import TrainBlock
+from lockstep.config.history import as_before, present_key, present_values, present_words
+from lockstep.config.schema import Job, TrainBlock
 from lockstep.core import log
 from lockstep.core.fields import former_names, ranged, values_before, with_history
 from lockstep.core.run_dir import RunDir
 from lockstep.inference.evaluate import data_of
+from lockstep.metrics import F1
 from lockstep.models.nets import DigitNet, Network
 from lockstep.optim.optimizers import AdamW
 from lockstep.records.ledger import Ledger
@@ -153,3 +154,48 @@ def test_only_modules_that_rename_keys_are_imported_for_a_key_that_no_option_has
     assert present_key("model.size_of_mine") == "model.size_of_mine"
     assert imported == ["wave"]
     options.import_renamed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "place"),
+    [(Job, "batch", ""), (TrainBlock, "ema", "train."), (AdamW, "lr", "optimizer."), (F1, "average", "metric.mine.")],
+)
+def test_a_key_of_any_depth_has_its_present_name_and_the_keys_around_it_keep_theirs(
+    cls: type, key: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = cls.__dataclass_fields__[key]  # type: ignore[attr-defined]
+    changed: Any = with_history(dataclasses.field(), names=("former",))
+    monkeypatch.setattr(field, "metadata", {**field.metadata, **changed.metadata})
+    for word in (f"{place}former", *[f"{place}former.below"] * bool(place)):
+        assert present_key(word) == word.replace("former", key)
+    for word in (f"{place}formerly", f"other.{place}former", "former.former", f"{place}{key}"):
+        assert present_key(word) == word
+    nested: dict[str, Any] = {"former": {"former": 1}, "other": 2}
+    expected = {key: {"former": 1}, "other": 2}
+    for name in reversed(place.split(".")[:-1]):
+        nested, expected = {name: nested}, {name: expected}
+    assert present_values(nested) == expected
+
+
+def test_a_part_does_what_it_did_unless_the_key_is_typed_kept_or_of_another_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    field = F1.__dataclass_fields__["average"]
+    changed: Any = with_history(dataclasses.field(), before="micro")
+    monkeypatch.setattr(field, "metadata", {**field.metadata, **changed.metadata})
+    stored: dict[str, Any] = {"_target_": "lockstep.metrics.F1"}
+    own = {"mine": F1(), "more": F1()}
+
+    def averages(node: Any, *typed: str) -> list[str]:
+        return [part.average for part in as_before(own, node, typed, "metric.").values()]
+
+    usual = F1().average
+    assert averages({"mine": stored, "more": stored}) == ["micro", "micro"]
+    assert averages({"mine": stored, "more": stored}, "metric.more.average") == ["micro", usual]
+    assert averages({"mine": stored, "more": stored}, "average", "more.average", "metric.average") == [
+        "micro",
+        "micro",
+    ]
+    assert averages({"mine": {**stored, "average": "none"}, "more": {"_target_": "x.F1"}}) == ["none", usual]
+    assert averages({"mine": stored}) == ["micro", usual], "the other one is new"
+    assert averages(None) == averages([]) == [usual, usual]

@@ -1,6 +1,8 @@
 """Hydra runs code that a config names in a few known places, and only after our policy has checked the config."""
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from helpers import ROOT
-from lockstep.config import hydra_policy, messages
+from lockstep.config import hydra_policy, hydra_versions, messages
+from lockstep.config.commands import check_word
 from lockstep.config.hydra_versions import guard_plugins, initialize_config_dir
 from lockstep.core.errors import InputError
 from lockstep.core.fields import nested
@@ -73,6 +76,14 @@ def test_a_file_gives_the_words_of_the_line_no_other_meaning(tmp_path: Path) -> 
             "epochs=true",
         )
     assert "aliases" in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["task", "hydra"])
+def test_a_file_has_no_words_that_nobody_typed(tmp_path: Path, key: str) -> None:
+    content: dict[str, Any] = {"defaults": ["config", "_self_"]}
+    assert first(tmp_path, content, "batch=8").overrides.task == ["batch=8"]
+    with pytest.raises(InputError, match=rf"hydra\.overrides\.{key}"):
+        first(tmp_path, {**content, "hydra": {"overrides": {key: ["batch=8"]}}})
 
 
 JOBS = [
@@ -222,3 +233,111 @@ def test_a_file_in_place_of_one_of_hydras_own_gets_one_sentence(tmp_path: Path, 
     (tmp_path / "hydra" / group / "basic.yaml").write_text("_target_: shutil.copyfile\n")
     with pytest.raises(InputError, match=r"shutil\.copyfile"), initialize_config_dir(str(tmp_path)):
         compose(overrides=[], return_hydra_config=True)
+
+
+def test_only_a_word_that_would_move_what_a_job_writes_is_refused() -> None:
+    for word in (
+        "hydra.job.chdir=false",
+        "++hydra.job.chdir= False",
+        "hydra.job.name=x",
+        "model.chdir=true",
+        "chdir",
+    ):
+        check_word(word)
+    moving = ("hydra.job.chdir=true", "+hydra.job.chdir=null", "hydra.job={chdir: true}", "hydra.output_subdir=x")
+    for word in (*moving, "++hydra={}"):
+        with pytest.raises(InputError, match="; remove"):
+            check_word(word)
+
+
+def test_a_word_that_no_file_can_have_is_refused_and_another_alphabet_is_not() -> None:
+    check_word("name=naïve 日本語 👩\u200d💻")
+    for word in ("name=a\udc80", "\udcff=1"):
+        with pytest.raises(InputError, match="is not valid Unicode; write it in UTF-8"):
+            check_word(word)
+
+
+def test_hydra_works_for_lockstep_in_its_own_context_alone_and_has_its_state_again_after_an_error() -> None:
+    class Plain(GlobalHydra):
+        """The place of another program's Hydra."""
+
+    @hydra_policy.own_hydra()
+    def of_lockstep() -> None:
+        assert hydra_policy.works_for_lockstep()
+        assert "of_a_program.yaml" not in ConfigStore.instance().repo
+        assert {"hydra", "job.yaml"} <= ConfigStore.instance().repo.keys()
+        assert not any(map(OmegaConf.has_resolver, ("of_a_program", "oc.env")))
+        stamps = OmegaConf.create({"a": "${stamp_hex:}", "b": "${stamp_hex:}"})
+        assert stamps.a == stamps.b
+        assert len(stamps.a) == 4
+        raise KeyError
+
+    ConfigStore.instance().store("of_a_program", {"a": 1})
+    hydra_versions.register_resolver("of_a_program", lambda: "secret")
+    before, store = GlobalHydra.instance(), ConfigStore.instance()
+    try:
+        GlobalHydra.set_instance(Plain())
+        assert not hydra_policy.works_for_lockstep()
+        with pytest.raises(KeyError):
+            of_lockstep()
+        assert isinstance(GlobalHydra.instance(), Plain)
+        assert ConfigStore.instance() is store
+        assert OmegaConf.has_resolver("of_a_program")
+    finally:
+        GlobalHydra.set_instance(before)
+        OmegaConf.clear_resolver("of_a_program")
+        del ConfigStore.instance().repo["of_a_program.yaml"]
+
+
+def test_a_loader_is_copied_with_what_it_has() -> None:
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        other = copy.copy(loader)
+        assert (type(other), other.loader) == (type(loader), loader.loader)
+        with pytest.raises(AttributeError):
+            loader.__no_such_name__  # noqa: B018
+
+
+OF_13: dict[str, Any] = {
+    "overrides": {"hydra": [], "task": []},
+    "job": {
+        "override_dirname": "",
+        "config": {"override_dirname": {"kv_sep": "~", "item_sep": ";", "exclude_keys": ["seed"]}},
+    },
+}
+
+
+@pytest.mark.parametrize("is_13", [True, False])
+def test_the_words_of_a_config_are_set_and_hydra_13_names_folders_after_them(
+    is_13: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hydra_versions, "IS_13", is_13)
+    config: Any = OmegaConf.create({"hydra": OF_13})
+    hydra_versions.set_overrides(config, ["hydra.x=1"], ["b=2", "seed=3", "+a=1"])
+    assert (config.hydra.overrides.hydra, config.hydra.overrides.task) == (["hydra.x=1"], ["b=2", "seed=3", "+a=1"])
+    assert config.hydra.job.override_dirname == ("+a~1;b~2" if is_13 else "")
+    assert hydra_versions.trusting(["a.B"]) == (hydra_versions.BASE if is_13 else {"execution_whitelist": ["a.B"]})
+    override: Any = SimpleNamespace(is_list_extend=lambda: True)
+    assert hydra_versions.is_list_extend(override) is not is_13
+
+
+def test_hydra_13_makes_no_object_of_a_setting_and_leaves_the_references_of_our_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = {"a": "${b}", "c": "x ${d}${e}", "f": r"\${g}", "h": 3}
+    nodes = {
+        "launcher": {"_target_": "hydra_plugins.lockstep.sweeps.PoolPlugin", "jobs": None},
+        "sweeper": {"_target_": "hydra_plugins.lockstep.sweeps.GridPlugin", "params": dict(params)},
+    }
+    config: Any = OmegaConf.create({"hydra": nodes})
+    monkeypatch.setattr(hydra_versions, "IS_13", False)
+    guard_plugins(config)
+    assert plain(config.hydra) == nodes, "1.4 does it itself"
+    monkeypatch.setattr(hydra_versions, "IS_13", True)
+    guard_plugins(config)
+    guarded = {**params, "a": r"\${b}", "c": r"x \${d}\${e}"}
+    assert plain(config.hydra.sweeper) == {**nodes["sweeper"], "params": guarded, "_recursive_": False}
+    assert plain(config.hydra.launcher) == {**nodes["launcher"], "_recursive_": False}
+    theirs: Any = OmegaConf.create({"hydra": {"launcher": "x", "sweeper": {"_target_": "x.Y", "params": params}}})
+    guard_plugins(theirs)
+    assert plain(theirs.hydra.sweeper) == {"_target_": "x.Y", "params": params, "_recursive_": False}

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from helpers import records, train_here
+from helpers import records, run_until, train_here
 from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model
 from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
 from lockstep.models import DigitNet, Linear, Timm, WhiteNet
 
 NAMES = ["ant", "bee", "cat", "dog", "emu"]
@@ -329,3 +330,14 @@ def test_a_stopped_new_run_goes_on_to_the_same_best(first: tuple[RunDir, str], t
 def test_a_run_that_goes_on_in_its_folder_keeps_its_best(first: tuple[RunDir, str]) -> None:
     check_own_best(first[0], after=0)
     assert json.loads(first[0].summary.read_text())["best_step"] <= 20
+
+
+def test_a_new_run_begins_with_the_weights_of_a_file_which_a_resume_needs_no_longer(tmp_path: Path) -> None:
+    words = ("model=linear", "batch=64", "augment=none", "device=cpu", "telemetry.report=never")
+    trained = train_here(tmp_path / "trained", *words, "optimizer.lr=0.02", "steps=2").weights
+    start = load_file(trained)
+    words = (*words, f"init_from={trained}", STILL)
+    run = train_here(tmp_path / "run", *words, "steps=2", stop_at=1)
+    trained.unlink()
+    run_until(World.solo(), run, None)
+    torch.testing.assert_close(load_file(run.weights), start)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,18 +15,23 @@ import pytest
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.main import get_args_parser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import ROOT
-from lockstep.config import extensions
+import lockstep
+from helpers import ROOT, built
+from lockstep.config import command_line, commands, extensions, help_page, options, suggest
 from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command, typed_strategy
 from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides
 from lockstep.config.extensions import Extension
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.config.recipes import ChosenFiles, words_for_hydra
+from lockstep.config.schema import GLOBAL, GROUPS
 from lockstep.core.errors import InputError
+from lockstep.core.fields import FOLDER, SHELL, personal_values
 from lockstep.core.run_dir import RunDir, relative
+from lockstep.training.objects import LossObject
 
 
 def invoked(*words: str) -> Invocation:
@@ -98,6 +105,10 @@ def test_a_path_that_exists_is_read_by_hydra_as_it_is(tmp_path: Path, monkeypatc
     assert quoted_path("epochs=seed=1,lr=[2]") == "epochs=seed=1,lr=[2]"
     assert quoted_path("resume=not-there") == "resume=not-there"
     assert quoted_path("data_root=a,b") == "data_root=a,b"  # two folders, to sweep over
+    (tmp_path / "list,x.csv").touch()
+    assert parsed(quoted_path("dataset.path=list,x.csv")) == "list,x.csv", "a file that names no run"
+    for word in ("resume=", "dataset.path=", "resume=~me/x", "init_from=latest"):
+        assert quoted_path(word) == word
 
 
 def test_the_newest_run_is_named_by_its_folder_which_stays_when_another_one_starts(tmp_path: Path) -> None:
@@ -121,6 +132,8 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     extensions.active.cache_clear()
     yield names
     extensions.active.cache_clear()
+    for module in [module for module in sys.modules if module.partition(".")[0] in names]:
+        del sys.modules[module]
 
 
 def test_an_extension_has_its_own_modules_and_none_whose_name_begins_alike() -> None:
@@ -134,12 +147,8 @@ def test_the_error_of_an_extension_is_placed_at_the_deepest_line_of_its_own(
     package, folder = packages[0], tmp_path / packages[0]
     (folder / "__init__.py").write_text(f"from {package} import inner\n\ninner.fail()\n")
     (folder / "inner.py").write_text("import json\n\n\ndef fail():\n    json.loads('no JSON')\n")
-    try:
-        with pytest.raises(InputError, match=rf"^{folder}/inner.py:5: the extension {package} \(named\) cannot be"):
-            Extension(package, "named", folder).load()
-    finally:
-        for name in (package, f"{package}.inner"):
-            sys.modules.pop(name, None)
+    with pytest.raises(InputError, match=rf"^{folder}/inner.py:5: the extension {package} \(named\) cannot be"):
+        Extension(package, "named", folder).load()
 
 
 def test_a_rank_finds_every_extension_that_its_program_names(
@@ -153,6 +162,30 @@ def test_a_rank_finds_every_extension_that_its_program_names(
     monkeypatch.setattr(sys, "path_importer_cache", {})
     extensions.active.cache_clear()
     assert {extension.package for extension in extensions.active()} >= {*packages}
+
+
+def test_an_installed_extension_yields_to_an_option_of_the_program_and_two_of_one_name_are_refused(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(extensions.VARIABLE, raising=False)
+    for name in packages:
+        (folder := tmp_path / name / "conf" / "experiment").mkdir(parents=True)
+        (folder / "first.yaml").write_text("# @package _global_\nepochs: 3\n")
+    installed = [Extension(name, "installed", tmp_path / name) for name in packages]
+    monkeypatch.setattr(extensions, "_installed", lambda: installed)
+    with pytest.raises(InputError, match=rf"{packages[1]}/.*: experiment=first is an option of {packages[0]} too;"):
+        extensions.active()
+    for name in packages:
+        extensions.use([name])
+        assert [extension.package for extension in extensions.active()] == [name]
+        assert extensions.files("experiment=first") == [tmp_path / name / "conf" / "experiment" / "first.yaml"]
+    (folder / "first.yaml").rename(folder / "second.yaml")
+    extensions.use(packages[:1])
+    assert {extension.package: extension.origin for extension in extensions.active()} == {
+        packages[1]: "installed",
+        packages[0]: "named by the program",
+    }
+    assert extensions.files("experiment=none") == []
 
 
 @pytest.mark.parametrize(
@@ -171,3 +204,402 @@ def test_of_a_users_group_the_last_choice_of_a_line_counts(line: str, listed: bo
     files = ChosenFiles(frozenset({"debug"} if listed else ()), {}, frozenset())
     words = OverridesParser.create().parse_overrides(line.split())
     assert words_for_hydra(words, files, sources) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        *(("train.py", ["python", "train.py"]), ("/a b/mine.py", ["python", "mine.py"])),
+        *((name, ["lockstep", "train"]) for name in ("/usr/bin/lockstep", "/x/lockstep/__main__.py", "-c", "", "py")),
+    ],
+)
+def test_a_command_that_is_told_begins_with_the_program_that_was_started(
+    program: str, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(commands, "_WORDS", ["lockstep", "train"])
+    monkeypatch.setattr(sys, "argv", [program, "seed=1"])
+    monkeypatch.chdir(tmp_path)
+    commands.started_as(program)
+    assert (commands.program_words(), commands.program_name()) == (words, " ".join(words))
+    script = str(tmp_path / program) if words[0] == "python" else ""
+    assert commands.command_of_program() == [sys.executable, *([script] if script else ["-m", "lockstep", "train"])]
+
+
+REFUSED = ("hydra={}", "hydra.output_subdir=x", "+hydra.job={}", "hydra.job.chdir=true", "++hydra.job.chdir=1")
+TAKEN = ("hydra.job.chdir=false", "+hydra.job.chdir= False ", "hydra.job.name=x", "hydra", "name=é日", "hydra.jobs=1")
+
+
+def test_no_word_moves_what_a_job_writes_and_every_word_is_unicode() -> None:
+    for word in TAKEN:
+        commands.check_word(word)
+    for word in (*REFUSED, "name=\udcff", "\udc80=1"):
+        with pytest.raises(InputError, match=r"remove |write it in UTF-8$"):
+            commands.check_word(word)
+
+
+def test_a_value_that_only_a_line_may_give_is_refused_with_the_line_that_gives_it_and_the_one_without() -> None:
+    place = ("output_root", FOLDER, "/data/a b", "outputs")
+    shell = ("launcher.setup", SHELL, ["module load a"], [])
+    assert str(InputError(commands.refusal(place))).endswith(
+        "but where a run writes and what it sends come from the command line alone; type 'output_root=/data/a b', or "
+        "remove it with output_root=outputs"
+    )
+    both = commands.refusal(place, shell)
+    assert both.startswith("output_root is '/data/a b' and launcher.setup is [")
+    assert "but lines of shell come from the command line alone" in both
+    assert both.endswith("or remove it with launcher=slurm output_root=outputs 'launcher.setup=[]'")
+
+
+NETS = """import lockstep
+
+@lockstep.option("model")
+class WideNet: ...
+
+@option("loss", "own",)
+@final
+class Other: ...
+
+@lockstep.option(
+    "metric", name="mine"
+)
+class Third: ...
+
+@option("nogroup")
+class Fourth: ...
+"""
+
+
+def written(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_the_options_of_an_extension_are_read_from_its_files_and_none_is_imported(
+    packages: list[str], tmp_path: Path
+) -> None:
+    package, folder, of_job = packages[0], tmp_path / packages[0], f"{GLOBAL}\nsteps: 3\n"
+    written(folder, {"nets.py": NETS, "sub/deep.py": "@option('callback')\nclass Hello2You: ...\n"})
+    written(folder, {"conf/model/wide_net.yaml": "a: 1\n", "conf/model/wider.yaml": "a: 1\n"})
+    written(folder, {"conf/experiment/first.yaml": of_job, "conf/debug/fast.yaml": of_job, "conf/debug/x.yaml": ""})
+    extensions.use([package])
+    (extension,) = (extension for extension in extensions.active() if extension.package == package)
+    assert extension.option_names() == [
+        *(("model", "wide_net"), ("loss", "own"), ("metric", "mine"), ("callback", "hello2_you")),
+        *(("debug", "fast"), ("debug", "x"), ("experiment", "first"), ("model", "wider")),
+    ]
+    assert extension.declaring_files()["callback", "hello2_you"] == folder / "sub" / "deep.py"
+    assert extensions.files("debug=fast") == [folder / "conf" / "debug" / "fast.yaml"]
+    assert extensions.own_groups() == {"debug": ["fast", "x"]}
+    assert f"{package} (named by the program)" in extensions.named_extensions()
+    assert package not in sys.modules
+    sentence = suggest.import_note("callback", "hello2_you")
+    assert sentence.endswith(
+        f"but the package does not import it: add `import {package}.sub.deep` to its __init__.py"
+    )
+    (folder / "sub" / "deep.py").rename(folder / "sub" / "__init__.py")
+    assert f"add `import {package}.sub` to" in suggest.import_note("callback", "hello2_you")
+    assert suggest.import_note("callback", "hello") == ""
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "json.decoder", ".relative", "", "no_such.part", "json.no.part"])
+def test_what_is_no_package_is_no_extension(name: str, packages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/mine.py"])
+    sentence = (
+        rf"^the extension {re.escape(name)} \(named by mine\.py\) is not a package that can be imported; install"
+    )
+    with pytest.raises(InputError, match=sentence):
+        extensions.use([name])
+    assert extensions.VARIABLE not in os.environ
+    extensions.use(packages[:1])
+    extensions.use([])
+    assert [*json.loads(os.environ[extensions.VARIABLE])] == packages[:1], "a call without any takes none away"
+
+
+def test_a_rank_may_name_the_extensions_of_its_program_again(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(extensions.VARIABLE, json.dumps({packages[0]: str(tmp_path)}))
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    extensions.use(packages[:1])
+    assert sys.path.count(str(tmp_path)) == 1
+    extensions.use(packages[:1])
+    assert sys.path.count(str(tmp_path)) == 1, "what is found needs no other path"
+
+
+NO_OPTION = {
+    "models/mine.yaml": ("a: 1\n", "'models' is not a config group; put it into conf/GROUP/NAME.yaml, or .* 'model'"),
+    "debug/mine.yaml": ("steps: 3\n", f"'debug' is not a config group; .* `{GLOBAL}` if it sets keys of the job"),
+    "seed/mine.yaml": (f"{GLOBAL}\n", "'seed' is not a config group"),
+    "hydra/mine.yaml": (f"{GLOBAL}\n", "'hydra' is not a config group"),
+    "model/mine/mine.yaml": ("a: 1\n", "'model/mine' is not a config group"),
+    "mine.yaml": ("a: 1\n", r"'\.' is not a config group"),
+    "model/linear.yaml": ("a: 1\n", "model=linear is an option of Lockstep; rename the file"),
+    "model/resnet50d.yaml": ("a: 1\n", "model=resnet50d is an option of Lockstep; rename the file"),
+    "schedule/step.yaml": ("a: 1\n", "schedule=step is an option of Lockstep; rename the file"),
+}
+
+
+@pytest.mark.parametrize("name", NO_OPTION)
+def test_a_file_of_an_extension_that_can_be_no_option_is_named(
+    name: str, packages: list[str], tmp_path: Path
+) -> None:
+    text, sentence = NO_OPTION[name]
+    written(tmp_path / packages[0] / "conf", {name: text})
+    extensions.use(packages[:1])
+    with pytest.raises(InputError, match=rf"^{tmp_path}/{packages[0]}/conf/{name}: {sentence}"):
+        extensions.active()
+
+
+BROKEN = {
+    "x = = 3\n": r"/__init__\.py:1: the extension {} \(it\) cannot be imported: SyntaxError: invalid syntax",
+    "\nif True:\nx = 1\n": r"/__init__\.py:3: the extension {} \(it\) cannot be imported: IndentationError: ",
+    "\n1 / 0\n": r"/__init__\.py:2: .* ZeroDivisionError: division by zero$",
+    "\n\nimport no_such_module\n": r"/__init__\.py:3: .* ModuleNotFoundError: No module named 'no_such_module'$",
+    "from lockstep.core.errors import InputError\nraise InputError('its own sentence')\n": "^its own sentence$",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_an_extension_that_cannot_be_imported_is_one_sentence_with_its_place(
+    text: str, packages: list[str], tmp_path: Path
+) -> None:
+    written(tmp_path, {f"{packages[0]}/__init__.py": text})
+    extension = Extension(packages[0], "it", tmp_path / packages[0])
+    with pytest.raises(InputError, match=BROKEN[text].format(packages[0])):
+        extension.load()
+    with pytest.raises(
+        InputError, match=rf"^{tmp_path}/{packages[1]}: the extension {packages[1]}.none \(it\) cannot"
+    ):
+        Extension(packages[1], "it", tmp_path / packages[1]).load(f"{packages[1]}.none")
+
+
+MODULE = """
+import lockstep
+from lockstep.models.nets import Network
+from torch import nn
+
+@lockstep.option("model", "flat_of_mine")
+class Flat(Network):
+    def build(self, classes, input_shape):
+        return nn.Flatten()
+
+class Undeclared(Network):
+    build = Flat.build
+"""
+
+
+def test_a_node_names_the_declared_classes_of_an_extension_and_nothing_else_of_it(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+    package = packages[0]
+    written(tmp_path, {f"{package}/nets.py": MODULE})
+    for module in (f"{package}.nets", f"{package}.nets.deeper", package):
+        assert not extensions.import_extension(module)
+    extensions.use(packages)
+    imported = {f"{package}.none": False, f"{package}.none.deeper": False, package: True, f"{package}.nets": True}
+    assert {module: extensions.import_extension(module) for module in imported} == imported
+    cls = extensions.class_of("model", f"{package}.nets.Flat")
+    assert (cls.__module__, cls.__qualname__) == (f"{package}.nets", "Flat")
+    for group, name in (
+        ("model", "Undeclared"),
+        ("model", "nn.Flatten"),
+        ("model", "Flat.build"),
+        ("loss", "Flat"),
+    ):
+        expected = rf"^mine\._target_ is '{package}\.nets\.{name}', expected a class of {GROUPS[group]}; choose one"
+        with pytest.raises(InputError, match=rf"{expected} .*\(extensions here: .*{package} \(named by the"):
+            extensions.class_of(group, f"{package}.nets.{name}", "mine")
+    assert "flat_of_mine" in extensions.classes_of_user("model")
+    assert not {"linear", "object"} & extensions.classes_of_user("model").keys()
+    assert extensions.is_importable(cls)
+    assert ("model", "flat_of_mine") not in extensions.of_program()
+    extensions.active.cache_clear()
+    monkeypatch.delenv(extensions.VARIABLE)
+    assert not extensions.is_importable(cls)
+    assert extensions.of_program()["model", "flat_of_mine"] is cls
+
+
+def test_an_object_of_a_program_is_an_option_of_three_groups_with_the_words_that_give_it() -> None:
+    classes = {group: extensions.of_objects(group) for group in GROUPS}
+    names = {"model": "ModelObject", "dataset": "DatasetObject", "loss": "LossObject"}
+    assert {group: of["object"].__name__ for group, of in classes.items() if of} == names
+    parts = {group: of["object"](type="Mine") for group, of in classes.items() if of}
+    assert all(map(extensions.is_object, parts.values()))
+    words = ["model=Mine(...)", "dataset=lockstep.dataset(...)", "loss=Mine"]
+    assert extensions.arguments_of(dict(reversed(parts.items()))) == words
+    job = {"model": built("model=linear").model, "loss": parts["loss"], "name": "x"}
+    assert extensions.arguments_of(job) == ["loss=Mine"]
+    for group, cls in names.items():
+        assert extensions.class_of(group, f"lockstep.training.objects.{cls}") is classes[group]["object"]
+        with pytest.raises(InputError, match=rf"^{group}\._target_ is"):
+            extensions.class_of(group, "lockstep.training.objects.OfProgram")
+
+
+def test_an_installed_extension_is_found_by_its_entry_point(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = extensions._installed()
+    metadata = "Metadata-Version: 2.1\nName: theirs\nVersion: 0.1.0\n"
+    point = f"[lockstep.extensions]\nany = {packages[1]}\n"
+    written(tmp_path / "theirs-0.1.0.dist-info", {"METADATA": metadata, "entry_points.txt": point})
+    (added,) = [extension for extension in extensions._installed() if extension not in before]
+    assert added == Extension(packages[1], "installed by theirs 0.1.0", tmp_path / packages[1])
+    written(tmp_path / "theirs-0.1.0.dist-info", {"entry_points.txt": point.replace(packages[1], "gone")})
+    with pytest.raises(InputError, match=r"^the extension gone \(installed by theirs 0\.1\.0\) is not a package"):
+        extensions._installed()
+
+
+PROJECT = '[project]\nname = "x"\n[project.entry-points."lockstep.extensions"]\n'
+PROJECTS = {
+    f'{PROJECT}one = "extension_of_mine"\ntwo = "its.other"\n': "extension_of_mine, its.other",
+    f'{PROJECT}one = "extension_of_hers"\ntwo = "a"\n': "a",
+    f'{PROJECT}one = "extension_of_hers"\n': "",
+    PROJECT: "",
+    "no = toml = ": "",
+    "[tool.x]\n": "",
+    'project = "x"\n': "",
+    "[project]\nentry-points = [1]\n": "",
+    '[project.entry-points]\n"lockstep.extensions" = "mine"\n': "",
+}
+
+
+@pytest.mark.parametrize("text", PROJECTS, ids=lambda text: str(len(text)))
+def test_the_project_of_the_current_folder_is_named_if_it_is_not_installed(
+    text: str, packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    extensions.use(packages[1:])
+    assert extensions.not_installed() == ""
+    (tmp_path / "pyproject.toml").write_text(text)
+    named = PROJECTS[text]
+    way = "use python train.py, or pip install -e ."
+    expected = f" The package {named} of this folder is not installed: {way}" if named else ""
+    assert extensions.not_installed() == expected
+    (tmp_path / "pyproject.toml").write_bytes(b"\xe9")
+    assert extensions.not_installed() == ""
+
+
+def test_the_help_has_the_options_of_extensions_behind_ours_and_their_keys(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+    monkeypatch.setenv("COLUMNS", "90")
+    package, of_job = packages[0], f"{GLOBAL}\n# A first try.\nsteps: 3\n"
+    fields = '\n    """One layer.\n\n    More of it.\n    """\n\n    width: list[int] = [8, 16]  # of each layer\n'
+    text = MODULE.replace("class Flat(Network):\n", f"class Flat(Network):{fields}\n")
+    written(tmp_path / package, {"__init__.py": text, "conf/model/flatter.yaml": "_target_: x.Y\nwidth: 3\n"})
+    written(tmp_path / package, {"conf/debug/fast.yaml": of_job, "conf/experiment/first.yaml": of_job})
+    extensions.use([package])
+    help_page.show_help([])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 90
+    whole = " ".join("\n".join(lines).split())
+    groups = whole.partition("Groups,")[2]
+    model = groups.partition(" model ")[2].partition(" dataset ")[0].split()
+    assert model[-2:] == ["flat_of_mine*", "flatter*"]
+    assert "first*" in groups.partition(" experiment ")[2].partition(" debug ")[0].split()
+    assert f" debug fast* * of {package}" in whole
+    assert package not in sys.modules
+    help_page.show_help(
+        ["model=flat_of_mine", "model=flatter", "debug=fast", "seed", "experiment=first", "loss=none"]
+    )
+    out = capsys.readouterr().out
+    assert out.startswith("model=flat_of_mine, its keys as model.KEY=VALUE:\n# One layer.\n")
+    assert "width: [8, 16]" in out
+    assert "model=flatter, its keys as model.KEY=VALUE:\nwidth: 3\n" in out
+    assert "debug=fast sets:\n# A first try.\nsteps: 3\n" in out
+    assert "experiment=first sets:\n# A first try.\nsteps: 3\n" in out
+    assert out.endswith(" --help` shows all options and keys.\n")
+    assert not {"_target_", GLOBAL, "loss=none", "More of it"} & {*out.splitlines(), *out.split()}
+
+
+def checked(*words: str) -> list[str]:
+    return command_line.checked_words(words, get_args_parser())
+
+
+def test_hydra_gets_the_overrides_of_a_line_before_its_flags_and_each_as_often_as_it_is_typed() -> None:
+    assert checked("--cfg", "job", "seed=1", "-m", "batch=2") == ["seed=1", "batch=2", "--cfg", "job", "-m"]
+    assert checked("a=1", "b=2", "a=1") == ["a=1", "b=2", "a=1"]
+    assert checked() == []
+    with pytest.raises(InputError, match=r"^--experimental-rerun: 'x\.pickle' may have a pickle .* resume=RUN"):
+        checked("--experimental-rerun", "x.pickle")
+
+
+UNKNOWN = {
+    "--lr 0.1": "--lr is not a flag of this program; a key is written without dashes, KEY=VALUE: optimizer.lr=0.1",
+    "--lr=0.1 seed=3": "--lr=0.1 is not a flag of this program; .*, KEY=VALUE: optimizer.lr=0.1",
+    "--lr --epochs 3": "--lr, --epochs is not a flag of this program; .*: optimizer.lr=VALUE epochs=3",
+    "--lr seed=3": "--lr is not a flag of this program; .*: optimizer.lr=VALUE",
+    "--epochs": "--epochs is not a flag of this program; .*: epochs=VALUE",
+    "--lr 0.1 --zzz": "--lr, --zzz is not a flag of this program; .*: `lockstep train --cfg job` shows them all",
+    "--lr 0.1 --shuffle": "--shuffle is not a flag of this program: training images are in a new random order",
+    "--batch-size 8": r".*, KEY=VALUE \(batch counts the images of all devices\): batch=8",
+}
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_flags_of_other_programs_are_answered_together_or_with_all_keys(line: str) -> None:
+    with pytest.raises(InputError, match=rf"^{UNKNOWN[line]}"):
+        checked(*line.split())
+
+
+def test_a_line_that_asks_for_the_help_or_the_version_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("-h", "--help"):
+        assert command_line.answered(["train.py", "optimizer=sgd", flag])
+        assert capsys.readouterr().out.startswith("optimizer=sgd, its keys")
+    assert command_line.answered(["train.py", "--version"])
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
+    assert not command_line.answered(["train.py", "seed=1"])
+    assert [command_line.shell_asking(words) for words in (["-sc", "query=fish"], ["a"], [])] == ["fish", "", ""]
+
+
+def test_a_key_is_what_stands_before_the_first_sign_of_equality() -> None:
+    keys = {"epochs=3": "epochs", "++a.b = c=d": "a.b", "~model": "model", "+x": "x", "": ""}
+    assert {word: commands.key_of(word) for word in keys} == keys
+    assert commands.parsed("a=1,2") is None, "several values are none"
+    assert commands.parsed("a=choice(1,2)") is None
+    assert commands.parsed("a=[1") is None
+    assert (commands.parsed("a=null"), commands.parsed("a=1"), commands.parsed("a='1,2'")) == (None, 1, "1,2")
+    commands.program_words().append("seed=1")
+    assert commands.program_words() == ["lockstep", "train"]
+    words = {"a": None, "b": True, "c": [1, "x"], "d": Path("x y"), "e": Path("a,b"), "f": 'say "x"', "g": "1"}
+    texts = ["a=null", "b=true", 'c=[1, "x"]', "d=x y", 'e="a,b"', "f='say \"x\"'", 'g="1"']
+    assert [override(key, value) for key, value in words.items()] == texts
+
+
+def test_a_run_is_resumed_with_what_only_its_line_says_or_by_a_call_with_its_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "_WORDS", ["python", "mine.py"])
+    run = RunDir.at(tmp_path / "runs" / "one")
+    job = built("logger=[wandb]", "output_root=elsewhere")
+    again = "resume=runs/one epochs=9"
+    assert commands.resume_command(run, job, "epochs=9") == f"python mine.py {again}", "the line cannot be read"
+    line = "python train.py --config-name=mine logger.wandb.entity=me output_root=there seed=1 'name=a b'"
+    run.command.write_text(f"{line}\n")
+    again_with = "python train.py --config-name=mine"
+    personal = {key for key, *_ in personal_values(job)} & {"logger.wandb.entity"}
+    again_with += " logger.wandb.entity=me" * bool(personal)
+    assert commands.resume_command(run, job, "epochs=9") == f"{again_with} {again}"
+    parts = replace(job, model=LossObject(type="Net"), loss=LossObject(type="mine"))
+    call = 'lockstep.train(["resume=runs/one", "epochs=9"], model=Net(...), loss=mine)'
+    assert commands.resume_command(run, parts, "epochs=9") == call
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_extension_is_imported_with_our_threads_in_a_process_of_our_own_alone(
+    own: bool, packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    monkeypatch.setattr(extensions, "is_own_process", lambda: own)
+    monkeypatch.setattr(extensions, "configure_native_threads", lambda: threads.append(True))
+    extension = Extension(packages[0], "it", tmp_path / packages[0])
+    extension.load()
+    assert threads == [True] * own
+    assert extension.conf is None
+    (extension.folder / "conf").touch()
+    assert extension.conf is None, "a file is no folder of configs"

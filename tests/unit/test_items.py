@@ -5,7 +5,9 @@ import inspect
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,8 @@ from torchvision.transforms.functional import to_tensor
 import lockstep
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.model_card import MOST_CHANNELS
-from lockstep.data.datasets.composed import groups_of, names_in, source_of, stored_targets
-from lockstep.data.datasets.item import pixels_of
+from lockstep.data.datasets.composed import TARGET_NAMES, groups_of, names_in, source_of, stored_targets
+from lockstep.data.datasets.item import BrokenItem, pixels_of
 from lockstep.data.datasets.items import DatasetOption
 from lockstep.data.datasets.of_torchvision import TORCHVISION_SPLITS, Torchvision
 
@@ -91,6 +93,10 @@ def test_grey_and_binary_images_and_transparent_ones_are_read_as_files_are() -> 
     assert option(Photos(lambda image: grey_of(image).convert("1")), Photos()).image_shape == (1, SIDE, SIDE)
     assert set(np.unique(pixels_of(np.array(grey) > 100))) == {0, 255}
     assert pixels_of(Image.new("RGBA", (2, 2), (0, 0, 0, 0))).tolist() == [[[255] * 3] * 2] * 2
+    pixels = torch.from_numpy(IMAGES[0]).permute(2, 0, 1) / 255
+    np.testing.assert_array_equal(pixels_of(pixels.requires_grad_()), IMAGES[0])
+    of_colours = option(Photos(), Photos(), channels=1).train().fetch([1])
+    np.testing.assert_array_equal(of_colours[0, 0], np.array(grey_of(IMAGES[1])))
     deep = Image.fromarray(np.full((2, 2), 0x8000, np.uint16))
     assert pixels_of(deep).tolist() == [[[128] * 3] * 2] * 2
 
@@ -126,7 +132,9 @@ def broken(kind: str) -> Any:
             if index == 4:
                 if kind == "raises":
                     raise KeyError("no such photo")
-                return {"three": (image, target, 1), "alone": image, "small": (image.resize((2, 2)), target)}[kind]
+                forms = {"three": (image, target, 1), "list": [image], "alone": image, "nothing": {}}
+                forms |= {"photo": {"photo": image, "label": target}, "small": (image.resize((2, 2)), target)}
+                return forms[kind]
             return image, target
 
     return Broken()
@@ -139,7 +147,13 @@ def test_an_item_that_raises_is_named_with_the_line_of_its_own_code() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [("three", "it is of type tuple and length 3, expected"), ("alone", r"it is of type Image, expected \(")],
+    [
+        ("three", r"it is of type tuple and length 3, expected \(image, target\)"),
+        ("list", r"it is of type list and length 1, expected \(image, target\)"),
+        ("alone", r"it is of type Image, expected \(image, target\)"),
+        ("nothing", "it has nothing, expected image and label"),
+        ("photo", "it has photo, label, expected image and label"),
+    ],
 )
 def test_an_item_of_another_form_is_named(kind: str, sentence: str) -> None:
     with pytest.raises(InputError, match=f"item 4 of the training split: {sentence}"):
@@ -160,6 +174,13 @@ def test_what_a_method_of_the_users_raises_is_one_sentence_with_its_line(method:
     with pytest.raises(InputError, match=rf"Own.{method} raised FileNotFoundError: .* \(test_items.py, line \d+\)"):
         own.train()
 
+    def refuses(*_: Any) -> Any:
+        raise InputError("dataset: fetch the table first")
+
+    setattr(type(owner), method, refuses)
+    with pytest.raises(InputError, match=r"^dataset: fetch the table first$"):
+        own.train()
+
 
 def test_an_item_without_a_target_cannot_be_skipped() -> None:
     class Gap(Photos):
@@ -174,14 +195,33 @@ def test_images_of_several_sizes_need_one_size() -> None:
     with pytest.raises(InputError, match=r"3 channels of 2x2, expected 3 of 6x6.*dataset.decode_size=N"):
         option(broken("small"), Photos()).train().fetch([4])
     assert option(broken("small"), Photos(), decode_size=4).train().fetch([4, 5]).shape == (2, 3, 4, 4)
+    six = Photos(lambda image: image.repeat(2, axis=2))
+    with pytest.raises(
+        InputError, match=r"6 channels of 6x6, expected 3 of 6x6, as the first one to train on; [^;]*N"
+    ):
+        option(Photos(), six).eval().fetch([0])
+    assert option(Photos(), six, val_share=0.5).image_shape == (3, SIDE, SIDE)
 
 
 def test_items_keep_their_one_size_and_photographs_get_the_usual_one() -> None:
     for train, size in ((Photos(), None), (broken("small"), "auto")):
         assert option(train, Photos(), decode_size="auto").located().decode_size == size
-    larger = Photos(lambda image: Image.fromarray(image).resize((SIDE, SIDE + 1)))
-    for splits in ((larger, Photos(), Photos()), (Photos(), larger, Photos()), (Photos(), Photos(), larger)):
-        assert option(*splits, decode_size="auto").located().decode_size == "auto"
+    for size in ((SIDE, SIDE + 1), (SIDE + 1, SIDE)):
+        larger = Photos(lambda image, size=size: Image.fromarray(image).resize(size))  # type: ignore[misc]
+        for splits in ((larger, Photos(), Photos()), (Photos(), larger, Photos()), (Photos(), Photos(), larger)):
+            assert option(*splits, decode_size="auto").located().decode_size == "auto"
+
+
+@pytest.mark.parametrize("size", [(SIDE, SIDE + 1), (SIDE + 1, SIDE), (SIDE * 2, SIDE // 2)])
+def test_items_that_differ_in_one_side_alone_are_of_several_sizes(size: tuple[int, int]) -> None:
+    def one_larger(image: Any) -> Any:
+        return Image.fromarray(image).resize(size if np.array_equal(image, IMAGES[4]) else (SIDE, SIDE))
+
+    mixed = option(Photos(one_larger), Photos(), decode_size="auto").located()
+    assert mixed.decode_size == "auto"
+    assert option(Photos(one_larger), Photos()).image_shape == (3, SIDE, SIDE), "as the first one"
+    with pytest.raises(InputError, match=rf"3 channels of {size[1]}x{size[0]}, expected 3 of {SIDE}x{SIDE}"):
+        option(Photos(one_larger), Photos()).train().fetch([4])
 
 
 def test_grey_items_among_those_with_colours_are_of_one_size() -> None:
@@ -254,6 +294,9 @@ TARGETS: dict[str, tuple[Any, str, list[Any]]] = {
     "tensors": ([torch.tensor(n) for n in [0, 1, 2] * 4], "classes", [0, 1, 2] * 4),
     "names": (["cat", "dog", "ant"] * 4, "classes", [1, 2, 0] * 4),
     "vectors": (torch.tensor([[1, 0], [1, 1]] * 6), "labels", [[1.0, 0.0], [1.0, 1.0]] * 6),
+    "vectors as arrays": ([np.array([1, 0]), np.array([1, 1])] * 6, "labels", [[1.0, 0.0], [1.0, 1.0]] * 6),
+    "sets of names": ([{"x"}, {"x", "y"}] * 6, "labels", [[1.0, 0.0], [1.0, 1.0]] * 6),
+    "lists of NumPy's numbers": ([[np.int64(0)], (np.int64(0), np.int64(1))] * 6, "labels", [[1, 0], [1, 1]] * 6),
     "lists of names": ([["x"], ["x", "y"]] * 6, "labels", [[1.0, 0.0], [1.0, 1.0]] * 6),
     "values": ([0.5, -2] * 6, "values", [[0.5], [-2.0]] * 6),
     "pairs of values": (np.array([[0.5, 1], [2, 3]] * 6, "float32"), "values", [[0.5, 1.0], [2.0, 3.0]] * 6),
@@ -275,11 +318,33 @@ def test_targets_that_fit_no_class_name_the_item() -> None:
         option(Photos(), Photos(targets=[0, 7])).train()
 
 
-def test_mappings_are_items_too() -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("classes", ["a", "b", "c"], "class_names"),
+        ("mean", [0.1, 0.2, 0.3], "mean"),
+        ("std", [0.4, 0.5, 0.6], "std"),
+        ("decode_size", 4, "decode_size"),
+        ("skip", 3, "skip"),
+        ("limit", 6, "limit"),
+    ],
+)
+def test_an_argument_of_a_dataset_from_python_arrives_and_changes_no_other(key: str, value: Any, name: str) -> None:
+    photos = Photos()
+    usual, source = (lockstep.dataset(photos, photos, targets="classes", **keys) for keys in ({}, {key: value}))
+    assert getattr(source, name) == (tuple(value) if isinstance(value, list) else value) != getattr(usual, name)
+    assert (usual.mean, usual.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "ImageNet's"
+    names = {"class_names", "mean", "std", "decode_size", "skip", "limit"} - {name}
+    assert {other: getattr(source, other) for other in names} == {other: getattr(usual, other) for other in names}
+
+
+@pytest.mark.parametrize("target_name", ["targets", "labels", "label", "target"])
+@pytest.mark.parametrize("image_name", ["image", "img", "pixel_values"])
+def test_mappings_and_lists_are_items_too(image_name: str, target_name: str) -> None:
     class Rows(Photos):
         def __getitem__(self, index: int) -> Any:
             image, target = super().__getitem__(index)
-            return {"img": image, "label": target, "file": "x"}
+            return {"file": "x", target_name: target, image_name: image} if index % 2 else [image, target]
 
     assert option(Rows(), Rows()).train().labels.tolist() == CLASSES
 
@@ -301,11 +366,46 @@ def test_random_items_are_said_and_read_again_in_each_epoch() -> None:
     assert any("training split draws random numbers" in note for note in source.notes())
     assert not option(Photos(), Photos()).changes
 
+    class Later(Photos):
+        def __getitem__(self, index: int) -> Any:
+            image, target = super().__getitem__(index)
+            return (image.transpose(generator.choice([0, 1])), target) if index == 1 else (image, target)
+
+    assert {option(Later(), Photos()).changes for _ in range(8)} == {False, True}, "the first item is always the same"
+
 
 def test_other_pixels_are_another_data_set(tmp_path: Path) -> None:
     facts = [option(Photos(form), Photos()).fingerprint() for form in (Image.fromarray, lambda image: image // 2)]
     assert facts[0]["val"] == facts[1]["val"]
     assert facts[0]["train"] != facts[1]["train"]
+    assert facts[0]["train"]["examples"].startswith(f"{NUMBER} of train, {NUMBER} items, ")
+
+    class Many(Photos):
+        def __init__(self, other: int) -> None:
+            super().__init__(targets=CLASSES * 8)
+            self.other = other
+
+        def __getitem__(self, index: int) -> Any:
+            return IMAGES[int(index == self.other)], self.own[index]
+
+    many = [option(Many(other), Photos()).fingerprint()["train"]["examples"] for other in (-1, 0, 3, 48, 93)]
+    assert len({*many}) == 5, "every third of the 96 is looked at"
+
+
+def test_items_are_read_once_for_any_kind_of_targets_and_their_names_are_those_of_the_option() -> None:
+    whole = Grouped()
+    source = option(whole, Photos(), names=("x", "y", "z"), skip=3)
+    assert (source.class_names, source.train().skip) == (("x", "y", "z"), 3)
+    reads = whole.reads
+    type(source).names = ("x",)  # type: ignore[assignment, method-assign]
+    assert replace(source, targets="values").train().labels.shape == (NUMBER, 1)
+    assert whole.reads == reads
+
+
+def test_a_broken_item_is_named_without_characters_that_a_terminal_obeys() -> None:
+    item = BrokenItem(3, "item 3", "two\nlines \x1b[1m")
+    assert item.failure == r"item 3: two\nlines \x1b[1m"
+    assert item.told("--skip=N") == f"dataset: {item.failure}; correct it, or skip up to N such items with --skip=N"
 
 
 def test_a_crop_of_the_file_is_a_crop_of_the_item() -> None:
@@ -315,10 +415,18 @@ def test_a_crop_of_the_file_is_a_crop_of_the_item() -> None:
 @pytest.mark.parametrize("name", TORCHVISION_SPLITS)
 def test_each_data_set_of_torchvision_takes_its_splits_and_says_how_it_is_fetched(name: str, tmp_path: Path) -> None:
     parameters = inspect.signature(getattr(datasets, name)).parameters
-    for value in TORCHVISION_SPLITS[name]:
-        assert value is None or ("train" if isinstance(value, bool) else "split") in parameters
-    with pytest.raises(InputError, match=rf"data_root: {name} cannot be read from .*download=True"):
-        Torchvision(name=name, root=str(tmp_path)).train_dataset()
+    source = Torchvision(name=name, root=str(tmp_path))
+    reads = (source.train_dataset, source.val_dataset, source.test_dataset)
+    for value, read in zip(TORCHVISION_SPLITS[name], reads, strict=True):
+        key = "train" if isinstance(value, bool) else "split"
+        assert value is None or key in parameters
+        if value is None and read != source.train_dataset:
+            assert read() is None
+            continue
+        typed = "" if value is None else f", {key}={value!r}"
+        with pytest.raises(InputError, match=f"^data_root: {name} cannot be read from {tmp_path} ") as caught:
+            read()
+        assert str(caught.value).endswith(f"{name}('{tmp_path}'{typed}, download=True)\"")
 
 
 def test_data_sets_of_torchvision_are_read_by_name(tmp_path: Path) -> None:
@@ -339,7 +447,7 @@ def test_data_sets_of_torchvision_are_read_by_name(tmp_path: Path) -> None:
         Torchvision(name="EuroSAT", **own).train()
     cut = Torchvision(name="EuroSAT", val_share=0.25, **own).located()
     assert (cut.decode_size, len(cut.train()), len(cut.eval()), cut.test()) == (None, 6, 2, None)
-    with pytest.raises(InputError, match=r"dataset.name is Flowers, expected .* Did you mean 'Flowers102'"):
+    with pytest.raises(InputError, match=r"name is Flowers, .* CIFAR10, CIFAR100, CL.* Did you mean 'Flowers102'"):
         Torchvision(name="Flowers", **own).train()
 
 
@@ -378,6 +486,34 @@ def test_an_item_of_composed_datasets_is_of_the_part_that_has_it() -> None:
     assert names_in(stored) == ("a", "b", "c")
     two.classes = ("a", "b", "x")
     assert names_in(stored) == ()
+    assert stored_targets(ConcatDataset([one, few])) is None, "one part does not say its targets"
+
+
+@pytest.mark.parametrize("number", range(len(TARGET_NAMES)))
+def test_of_several_attributes_with_targets_the_likeliest_is_read(number: int) -> None:
+    assert TARGET_NAMES == ("targets", "labels", "label", "target")
+    whole = Photos()
+    for at, name in enumerate(TARGET_NAMES[number:]):
+        setattr(whole, name, [at] * NUMBER)
+    assert stored_targets(whole) == [0] * NUMBER
+
+
+@pytest.mark.parametrize(
+    ("features", "classes", "expected"),
+    [
+        ({"label": SimpleNamespace(names=["cat", "dog"])}, ("0", "1"), ("cat", "dog")),
+        ({"image": SimpleNamespace(names=["x"]), "label": SimpleNamespace()}, ["ant", "bee"], ("ant", "bee")),
+        ({"labels": SimpleNamespace(names=None)}, (1, 2), ("1", "2")),
+        (None, {"a": 0}, ()),
+    ],
+)
+def test_names_are_those_of_the_column_of_targets_or_else_the_classes(
+    features: Any, classes: Any, expected: tuple[str, ...]
+) -> None:
+    assert names_in(SimpleNamespace(features=features, classes=classes)) == expected
+    assert names_in(SimpleNamespace(classes=classes)) == (
+        () if isinstance(classes, dict) else tuple(map(str, classes))
+    )
 
 
 @pytest.mark.parametrize(
@@ -426,8 +562,8 @@ class Failing(Photos):
 def test_storage_and_memory_that_fail_are_not_skipped_as_broken_items(error: Exception) -> None:
     with pytest.raises((StorageError, MemoryError)):
         option(Failing(error), Photos(), skip=5).train()
-    missing = FileNotFoundError(errno.ENOENT, "No such file")
-    assert len(option(Failing(missing), Photos(), skip=5).train()) == NUMBER
+    for broken_item in (FileNotFoundError(errno.ENOENT, "No such file"), OSError("image file is truncated")):
+        assert len(option(Failing(broken_item), Photos(), skip=5).train()) == NUMBER
 
 
 def test_an_item_of_a_subset_is_named_with_the_line_of_its_own_code() -> None:

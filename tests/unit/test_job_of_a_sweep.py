@@ -11,6 +11,7 @@ from lockstep.cli.run import run_job
 from lockstep.config.composition import Invocation, jobs_of
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock
 from lockstep.job.resume import Resume
 from lockstep.records.ledger import Identity, Ledger
@@ -71,6 +72,7 @@ def test_a_job_has_the_gpus_that_its_strategy_uses(words: list[str], gpus: int) 
         ("a=3 b=1,2 a=4,5", "b=1 a=4|b=1 a=5|b=2 a=4|b=2 a=5"),
         ("+d={x:1} +d={y:2} a=1", "+d={x:1} +d={y:2} a=1"),
         ("d={x:1},{y:2} d={z:3}", "d={x:1} d={z:3}|d={y:2} d={z:3}"),
+        ("d={x:1} d=e,f", "d={x:1} d=e|d={x:1} d=f"),
         ("a=range(0,3) ~b", "a=0 ~b|a=1 ~b|a=2 ~b"),
     ],
 )
@@ -95,3 +97,22 @@ def test_a_mistake_in_the_command_that_resumes_a_job_alone_leaves_the_record_of_
         run_job(Resume(invocation=called, may_fetch=True, **own), Lock())
     assert ledger.read(record) == stopped
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(("before", "objective"), [(State.stopped, 3.0), (State.failed, 3.0), (State.done, 2.0)])
+def test_a_job_resumed_alone_has_its_new_score_in_the_sweep_unless_it_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: State, objective: float
+) -> None:
+    monkeypatch.setattr("lockstep.cli.run._run_here", lambda resume, lock: 3.0)
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity())
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    RunDir.at(ledger.folder / record.folder)
+    ended = ledger.end(ledger.start(record), before, objective=2.0 if before is State.done else None)
+    called = Invocation(overrides=("epochs=30",), sweep=False, folder=None, hydra="")
+    own = {"composed": composed(), "values": composed(), "run": ledger.folder / ended.folder}
+    resume = Resume(invocation=called, may_fetch=True, **own, folder=own["run"], overrides=called.overrides)
+    assert run_job(resume, Lock()) == 3.0
+    now = ledger.read(record)
+    assert (now.state, now.objective) == (State.done, objective)
+    assert before is not State.done or now == ended

@@ -138,3 +138,74 @@ def test_uniform_and_normal_numbers_have_the_ends_and_the_mean_that_are_asked_fo
     means = [number(torch.Tensor.normal_, bits, low, span) for bits in (LOWEST, 0, HIGHEST)]
     assert means[1] == pytest.approx(low, abs=1e-8 * span)
     assert [mean - low for mean in means] == pytest.approx([-6.33 * span, 0, 6.33 * span], abs=0.02 * span)
+
+
+def halves(shape: torch.Size, like: Tensor) -> Tensor:
+    """Bits of which the first half is below every probability, and the second half above."""
+    number = shape.numel()
+    return torch.where(torch.arange(number) < number // 2, LOWEST, HIGHEST).to(torch.int32).view(shape)
+
+
+def test_every_dropout_of_torch_has_the_mask_and_the_place_of_its_result() -> None:
+    blank = torch.ones(2, 4, 3, 5)
+    for whole in (F.dropout, torch.dropout):
+        assert torch.equal(KEYED[whole](halves, blank, 0.75, True), torch.cat([4 * blank[:1], 0 * blank[:1]]))
+    for function in (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout):
+        shapes: list[torch.Size] = []
+        KEYED[function](lambda shape, like, seen=shapes: seen.append(shape) or keeping(shape, like), blank, 0.5, True)
+        assert shapes == [torch.Size([2, 4, 1, 1])]
+    images = torch.ones(2, 3)
+    assert KEYED[torch.dropout_](keeping, images, 0.5, True) is images
+    assert torch.equal(images, 2 * torch.ones(2, 3))
+    for p, training in ((0.5, False), (0.0, True)):
+        assert KEYED[F.dropout](None, images, p, training) is images, "nothing is drawn"
+    nothing = KEYED[F.dropout](lambda shape, like: torch.full(shape, HIGHEST, dtype=torch.int32), blank, 1.0, True)
+    assert torch.equal(nothing, 0 * blank)
+
+
+def test_a_coin_is_fair_unless_a_probability_is_asked_for() -> None:
+    def bits(shape: torch.Size, like: Tensor) -> Tensor:
+        return torch.tensor([LOWEST, -(2**30), -1, 0, 2**30, HIGHEST], dtype=torch.int32)
+
+    def below(share: float, numbers: tuple[float, ...]) -> list[float]:
+        return [float(number < share) for number in numbers]
+
+    ascending = (0, 0.25, 0.5 - 2**-32, 0.5, 0.75, 1 - 2**-32)
+    unsigned = (0.5, 0.75, 1 - 2**-24, 0, 0.25, 0.5 - 2**-24)  # the numbers where each has its own probability
+    blank = torch.empty(6)
+    assert KEYED[torch.Tensor.bernoulli_](bits, blank).tolist() == below(0.5, ascending)
+    for share in (0.0, 0.25, 0.7, 1.0):
+        of_each = torch.full((6,), share)
+        assert KEYED[torch.Tensor.bernoulli_](bits, blank, share).tolist() == below(share, ascending)
+        assert KEYED[torch.Tensor.bernoulli_](bits, blank, of_each).tolist() == below(share, unsigned)
+        for function in (torch.bernoulli, torch.Tensor.bernoulli):
+            assert KEYED[function](bits, of_each).tolist() == below(share, unsigned), "its input has the shares"
+            assert KEYED[function](bits, torch.full((6,), 0.9), share).tolist() == below(share, ascending)
+
+
+def test_numbers_of_a_generator_of_the_callers_own_are_torchs() -> None:
+    def own() -> torch.Generator:
+        return torch.Generator().manual_seed(3)
+
+    def refused(shape: torch.Size, like: Tensor) -> Tensor:
+        raise AssertionError("a keyed draw")
+
+    expected = torch.rand(4, generator=own()), torch.empty(4).normal_(generator=own())
+    with functions.KeyedFunctions(refused):
+        assert torch.equal(torch.rand(4, generator=own()), expected[0])
+        assert torch.equal(torch.empty(4).normal_(generator=own()), expected[1])
+        draws = (torch.rand, torch.randn, lambda *_, **how: torch.empty(4).uniform_(**how))
+        for draw in (*draws, lambda *_, **how: torch.bernoulli(torch.full((4,), 0.5), **how)):
+            with pytest.raises(AssertionError, match="a keyed draw"):
+                draw(4, generator=None)  # as of a caller that has none
+
+
+def test_a_parameter_is_filled_in_place_without_a_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    for function in (torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.bernoulli_):
+        assert KEYED[function](keeping, parameter) is parameter
+        assert parameter.grad_fn is None
+    assert KEYED[torch.rand_like](keeping, torch.ones(3)).tolist() == [0.5] * 3
+    assert KEYED[torch.rand](keeping, 3).tolist() == [0.5] * 3, "the bits of -2**31 are the middle"
+    assert KEYED[torch.randn_like](keeping, torch.ones(3)).tolist() == KEYED[torch.randn](keeping, 3).tolist()
+    assert (KEYED[torch.randn](keeping, 3) < -5).all()

@@ -1,7 +1,9 @@
 """Ranks started by torchrun, srun or a script: the address of their store, and which ranks share a machine."""
 
+import errno
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from helpers import forked
 from lockstep.core import launch_env
@@ -77,6 +79,50 @@ def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store_address() == ("localhost", launch_env.port_of_step(70001, 2))
 
 
+def test_a_store_that_the_user_names_is_that_of_a_task_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, **STEP, MASTER_ADDR="10.0.0.7", MASTER_PORT="1234")
+    launch_env.adopt_srun()
+    assert store_address() == ("10.0.0.7", 1234)
+
+
+@pytest.mark.parametrize("missing", STEP)
+def test_a_process_without_all_variables_of_a_step_is_no_task(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    set_environment(monkeypatch, **{name: text for name, text in STEP.items() if name != missing})
+    launch_env.adopt_srun()
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("knows", "facts", "expected"),
+    [
+        (True, None, "node7"),
+        (False, None, "node7"),
+        (False, "NodeName=node7 Arch=x\n   NodeAddr=10.0.0.7 NodeHostName=other", "10.0.0.7"),
+        (False, "NodeName=node7", "node7"),
+        (True, "NodeAddr=10.0.0.7", "node7"),
+    ],
+)
+def test_machines_meet_at_the_name_of_the_first_or_at_its_address_where_no_name_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, knows: bool, facts: str | None, expected: str
+) -> None:
+    def resolve(host: str, port: object) -> list[Any]:
+        hosts.append(host)
+        if not knows:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    hosts = list[str]()
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if facts is not None:
+        program = tmp_path / "scontrol"
+        program.write_text(f'#!/bin/sh\n[ "$*" = "show node node7" ] && /bin/echo "{facts}"\n')
+        program.chmod(0o755)
+    set_environment(monkeypatch, SLURM_JOB_ID="70001", SLURM_JOB_NODELIST="node[7-9],gpu1")
+    assert launch_env.rendezvous() == f"{expected}:{launch_env.port_of_step(70001, 0)}"
+    assert hosts == ["node7"]
+
+
 @pytest.mark.parametrize(
     "changed", [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["of another", "the only task"]
 )
@@ -98,7 +144,10 @@ def test_a_task_whose_variables_do_not_fit_together_is_refused(monkeypatch: pyte
 OPEN: dict[str, dict[str, str]] = {
     r"the environment has RANK=0, but no WORLD_SIZE; .* env -u RANK": {"RANK": "0"},
     r"the environment has WORLD_SIZE=2, but no RANK; .* env -u WORLD_SIZE": {"WORLD_SIZE": "2"},
-    r"MPI has started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), and each would": {"OMPI_COMM_WORLD_SIZE": "2"},
+    **{
+        rf"MPI has started 2 processes \({name}=2\), and each would .*: env -u {name}\)": {name: "2"}
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+    },
 }
 
 
@@ -122,12 +171,46 @@ def test_who_launched_a_rank_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
     assert started_by() is Starter.script
     set_environment(monkeypatch, SLURM_PROCID="0", TORCHELASTIC_RUN_ID="none")
     assert started_by() is Starter.torchrun
+    labels = {starter.value: (starter.label, starter.cause) for starter in Starter}
+    assert labels == {
+        "torchrun --nproc-per-node": ("torchrun", "torchrun"),
+        "srun --ntasks": ("srun", "srun"),
+        "by WORLD_SIZE": ("whoever set RANK and WORLD_SIZE", "RANK and WORLD_SIZE"),
+    }
+
+
+def test_a_rank_is_of_our_agent_by_the_name_that_it_has_for_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, TORCHELASTIC_RUN_ID="lockstep")
+    assert not launch_env.in_agent(), "it is no rank"
+    set_environment(monkeypatch, RANK="0", WORLD_SIZE="2")
+    assert (launch_env.in_agent(), launch_env.follows()) == (True, False)
+    set_environment(monkeypatch, RANK="1", TORCHELASTIC_RUN_ID="none")
+    assert (launch_env.in_agent(), launch_env.follows()) == (False, True)
+
+
+def test_the_ranks_on_this_machine_are_all_unless_a_launcher_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch_env.local_size(3) == 3
+    set_environment(monkeypatch, RANK="1", WORLD_SIZE="8")
+    assert launch_env.local_size(3) == 8
+    set_environment(monkeypatch, LOCAL_WORLD_SIZE="2")
+    assert launch_env.local_size(3) == 2
+
+
+def test_a_job_is_one_that_was_submitted_here_only_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(launch_env.SUBMITTED, raising=False)
+    assert not launch_env.is_submitted()
+    for own, job, expected in (("7", None, False), (None, "7", False), ("7", "8", False), ("7", "7", True)):
+        for name, value in ((launch_env.SUBMITTED, own), ("SLURM_JOB_ID", job)):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        assert launch_env.is_submitted() is expected
 
 
 def test_the_local_rank_that_older_launchers_add_is_no_word_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--local-rank=1", "epochs=2", "--local_rank=1"]
     assert without_local_rank(words) == words
-    set_environment(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    set_environment(monkeypatch, RANK="1", WORLD_SIZE="2")
+    assert without_local_rank(words) == words, "the variable is what launchers of today set"
+    set_environment(monkeypatch, LOCAL_RANK="1")
     assert without_local_rank(words) == ["epochs=2"]
 
 
@@ -137,8 +220,15 @@ def test_an_invalid_store_address_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     set_environment(monkeypatch, MASTER_ADDR="here")
     with pytest.raises(InputError, match="the environment has MASTER_PORT='', expected a number from 1 to 65535"):
         store_address()
-    set_environment(monkeypatch, MASTER_ADDR="here", MASTER_PORT="0")
-    with pytest.raises(InputError, match="MASTER_PORT='0', expected a number from 1 to 65535"):
+    for port in ("0", "65536", "+1", "\u0663", "1.0"):
+        set_environment(monkeypatch, MASTER_ADDR="here", MASTER_PORT=port)
+        with pytest.raises(InputError, match=re.escape(f"MASTER_PORT='{port}', expected a number from 1 to 65535")):
+            store_address()
+    for port in ("1", "65535"):
+        set_environment(monkeypatch, MASTER_PORT=port)
+        assert store_address() == ("here", int(port))
+    set_environment(monkeypatch, MASTER_ADDR="")
+    with pytest.raises(InputError, match="but no MASTER_ADDR"):
         store_address()
 
 
@@ -177,6 +267,126 @@ def test_an_alias_is_of_its_interface_and_a_name_is_of_any_machine_that_has_one_
         assert addresses.is_own_address("both", 29500)
 
 
+def interfaces(monkeypatch: pytest.MonkeyPatch, **addresses_of: str) -> None:
+    """Have this machine these interfaces, each with its addresses."""
+    families = {True: socket.AF_INET6, False: socket.AF_INET}
+    entries = {
+        name: [
+            SimpleNamespace(family=psutil.AF_LINK, address="00:00:5e:00:53:01"),
+            *(SimpleNamespace(family=families[":" in text], address=text) for text in texts.split()),
+        ]
+        for name, texts in addresses_of.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+
+
+def test_an_interface_has_addresses_of_both_kinds_with_their_zones(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces(monkeypatch, lo="127.0.0.1 ::1", eth0="10.0.0.2 fe80::1%eth0", ib0="2001:db8::2")
+    names = {"::1": "lo", "10.0.0.2": "eth0", "fe80::1": "eth0", "fe80::1%eth0": "eth0", "2001:db8::2": "ib0"}
+    assert {address: addresses.interface_of(address) for address in names} == names
+
+
+@pytest.mark.parametrize(
+    ("addresses_of", "route", "name"),
+    [
+        ({"lo": "127.0.0.1 ::1", "eth0": "10.0.0.2 fe80::2%eth0"}, None, "eth0"),
+        ({"lo": "127.0.0.1", "eth0": "10.0.0.2", "usb0": "169.254.1.1 fe80::3%usb0"}, None, "eth0"),
+        ({"lo": "127.0.0.1", "eth0": "10.0.0.2", "eth1": "10.0.1.2"}, None, None),
+        ({"lo": "127.0.0.1", "eth0": "10.0.0.2", "eth1": "10.0.1.2"}, "eth1", "eth1"),
+        ({"lo": "127.0.0.1"}, None, None),
+    ],
+)
+def test_the_interface_to_other_machines_is_that_of_the_default_route_or_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, addresses_of: dict[str, str], route: str | None, name: str | None
+) -> None:
+    interfaces(monkeypatch, **addresses_of)
+    hosts = list[str]()
+    monkeypatch.setattr(addresses, "interface_to", lambda host, port: (hosts.append(host), route)[1])
+    assert addresses.interface_elsewhere() == name
+    assert hosts == ["198.51.100.1"]
+
+
+@pytest.mark.parametrize(
+    ("one_machine", "route", "elsewhere", "gloo", "nccl"),
+    [
+        (True, "eth0", "eth1", "loop", "loop"),
+        (False, "eth0", "eth1", "eth0", None),
+        (False, "loop", "eth1", "eth1", None),  # main's machine, by a loopback address
+        (False, "loop", None, None, None),
+        (False, None, "eth1", None, None),  # the kernel does not tell
+    ],
+)
+def test_ranks_listen_where_the_others_reach_them_unless_the_user_says_where(
+    monkeypatch: pytest.MonkeyPatch,
+    one_machine: bool,
+    route: str | None,
+    elsewhere: str | None,
+    gloo: str | None,
+    nccl: str | None,
+) -> None:
+    interfaces(monkeypatch, loop="127.0.0.1")
+    set_environment(monkeypatch, MASTER_ADDR="main", MASTER_PORT="29500")
+    monkeypatch.setattr(addresses, "interface_to", lambda host, port: {("main", 29500): route}[host, port])
+    monkeypatch.setattr(addresses, "interface_elsewhere", lambda: elsewhere)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    addresses.choose_interface(one_machine=one_machine)
+    assert [os.environ.get(name) for name in names] == [gloo, nccl]
+    set_environment(monkeypatch, **dict.fromkeys(names, "mine"))
+    addresses.choose_interface(one_machine=one_machine)
+    assert [os.environ[name] for name in names] == ["mine", "mine"]
+
+
+def test_where_the_system_tells_no_interface_of_loopback_it_is_lo(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces(monkeypatch, eth0="10.0.0.2")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    addresses.choose_interface(one_machine=True)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_the_next_address_of_a_host_is_tried_where_none_of_its_interfaces_leads_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_route = (socket.AF_INET6, "127.0.0.1")  # no address of this family
+    for known, name in (([no_route, (socket.AF_INET, "127.0.0.1")], "lo"), ([no_route], None), ([], None)):
+        monkeypatch.setattr(addresses, "resolve_host", lambda host, port, known=known: known)
+        assert addresses.interface_to("both", 1) == name
+
+
+def test_a_machine_is_another_one_after_a_boot_and_in_another_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words, boot = addresses.machine().split(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert words == [socket.gethostname(), boot, str(Path("/proc/self/ns/net").readlink())]
+    monkeypatch.setattr(addresses, "Path", lambda name: tmp_path / "none")  # a system without /proc
+    assert addresses.machine() == socket.gethostname()
+
+
+def test_a_server_of_this_machine_has_the_port_that_it_is_told() -> None:
+    with addresses.loopback_server() as server:
+        address = server.getsockname()
+        assert address[0] == "127.0.0.1"
+        with socket.create_connection(address), pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+            addresses.loopback_server(address[1])
+    with addresses.loopback_server(address[1]) as again:
+        assert again.getsockname() == address
+
+
+def test_a_machine_that_does_not_reach_itself_is_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Down(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "socket", Down)
+    says = (
+        r"cannot reach itself at 127\.0\.0\.1 \(Network is unreachable\); .*: ip addr replace 127\.0\.0\.1/8 dev lo"
+    )
+    with pytest.raises(InputError, match=says):
+        addresses.loopback_server()
+
+
 def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -184,6 +394,9 @@ def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(InputError, match=r"the host 'nowhere' is not known on this machine \(Name or service"):
         addresses.resolve_host("nowhere", 1)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"is not known on this machine \(no host has such a name\); use its"):
+        addresses.resolve_host("x" * 64, 1)
 
 
 @pytest.fixture
@@ -223,9 +436,9 @@ def test_a_rank_of_another_job_is_refused(
     assert store.get("lockstep/run_dir/0") == b"failed 2"
 
 
-@pytest.mark.parametrize(("readers", "may_leave"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("size", "readers"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_main_leaves_with_its_error_when_all_others_have_read_it(
-    monkeypatch: pytest.MonkeyPatch, store: TCPStore, readers: int, may_leave: bool
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore, size: int, readers: int
 ) -> None:
     def wait(condition: Callable[[], object], seconds: float, **options: Any) -> object:
         return (
@@ -234,12 +447,13 @@ def test_main_leaves_with_its_error_when_all_others_have_read_it(
 
     waited = list[object]()
     as_rank(monkeypatch, 0, store.port)
+    set_environment(monkeypatch, WORLD_SIZE=str(size))
     monkeypatch.setattr(attach, "wait", wait)
-    store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, 3]))
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, 4]))
     store.add(f"{attach.ANSWER.format(0)}/read", readers)
     with pytest.raises(SystemExit):
         join()
-    assert waited == [may_leave]
+    assert waited == [readers == size - 1]
 
 
 def test_ranks_that_an_agent_starts_again_continue_in_the_folder_of_before(
@@ -336,3 +550,149 @@ def test_no_answer_of_a_former_main_is_taken(monkeypatch: pytest.MonkeyPatch, tm
         join("then", "failed 2")
     assert left.value.code == 2
     assert store.add("lockstep/run_dir/then/read", 0) == 1
+
+
+def test_a_lone_rank_has_no_followers_and_needs_no_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_environment(monkeypatch, RANK="0", WORLD_SIZE="1", **{launch_env.RUN_FOLDER: "before"})
+    with attach.leading() as followers:
+        assert ([*followers.ranks], followers.earlier, followers.have_folder) == ([], "before", False)
+        followers.send(RunDir(tmp_path))
+        assert followers.have_folder
+
+
+@pytest.mark.parametrize("seen", [attach.OK, "machine b does not see the run folder"])
+def test_main_goes_on_when_each_rank_sees_the_folder_and_ends_with_the_sentence_of_one_that_does_not(
+    seen: str, monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path
+) -> None:
+    def lead() -> None:
+        with attach.leading() as followers:
+            followers.send(RunDir(tmp_path))
+
+    as_rank(monkeypatch, 0, store.port)
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, 2]))
+    store.set(attach.SEEN.format(0, 1), seen)
+    if seen == attach.OK:
+        lead()
+    else:
+        with pytest.raises(InputError, match=f"^{seen}$"):
+            lead()
+    assert store.get(attach.ANSWER.format(0)).decode() == f"ok {tmp_path}", "it is no refusal of the job"
+    assert store.get(attach.FOLDER_KEY).decode() == str(tmp_path)
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("0", "2")
+    assert ATTEMPT not in os.environ
+
+
+@pytest.mark.parametrize(("restart", "warns"), [(None, False), ("0", False), ("1", True), ("3", True)])
+def test_ranks_that_were_started_again_say_so(
+    restart: str | None, warns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_environment(monkeypatch, RANK="0", WORLD_SIZE="2")
+    if restart is not None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+    monkeypatch.setattr(attach, "_store", lambda *, serve: None)
+    monkeypatch.setattr(attach, "_arrive", lambda store, attempt: None)
+    monkeypatch.setattr(attach.Followers, "gather", lambda self: None)
+    with attach.leading():
+        pass
+    shown = capsys.readouterr()
+    assert (f"all were started again: restart {restart}" in shown.out + shown.err) is warns
+
+
+@pytest.mark.parametrize("parent", [True, False])
+def test_a_folder_of_main_is_waited_for_where_its_place_is_seen(
+    parent: bool, monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path
+) -> None:
+    def wait(condition: Callable[[], object], seconds: float, **options: Any) -> object:
+        if getattr(condition, "__name__", "") != "is_file":
+            return processes.wait(condition, seconds, **options)
+        waited.append(seconds)
+        return condition()
+
+    waited: list[float] = []
+    folder = tmp_path / ("run" if parent else "not here/run")
+    as_rank(monkeypatch, 1, store.port)
+    monkeypatch.setattr(attach, "wait", wait)
+    store.set(attach.ARRIVED.format(0, 0), json.dumps(["main's", 7, 2]))
+    store.set(attach.ANSWER.format(0), f"ok {folder}")
+    with pytest.raises(InputError, match=rf"does not see the run folder {folder}, which main has created"):
+        join()
+    assert waited == [attach.SEEN_S if parent else 0.0]
+    assert f"does not see the run folder {folder}" in store.get(attach.SEEN.format(0, 1)).decode()
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("0", "1")
+    RunDir.at(folder).config.touch()
+    with attach.following() as run_dir:
+        assert run_dir.path == folder
+    assert store.get(attach.SEEN.format(0, 1)) == b"ok"
+
+
+def test_a_rank_that_main_dismisses_leaves_with_mains_code_and_says_that_it_has_read_it(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore
+) -> None:
+    as_rank(monkeypatch, 1, store.port)
+    set_environment(monkeypatch, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    store.set(attach.ANSWER.format(0), "failed 74")
+    with pytest.raises(SystemExit) as left:
+        join()
+    assert left.value.code == 74
+    assert store.add(f"{attach.ANSWER.format(0)}/read", 0) == 1
+
+
+def test_ranks_whose_launcher_says_where_they_are_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, RANK="1", WORLD_SIZE="8", LOCAL_RANK="5", LOCAL_WORLD_SIZE="7")
+    attach.find_local_ranks(None, "0")  # type: ignore[arg-type]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(attach, "_arrival", lambda store, attempt, rank: ("here", 8))
+    attach.find_local_ranks(None, "0")  # type: ignore[arg-type]
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("5", "8")
+    set_environment(monkeypatch, TORCHELASTIC_USE_AGENT_STORE="True")
+    monkeypatch.delenv("LOCAL_RANK")
+    attach.find_local_ranks(None, "0")  # type: ignore[arg-type]
+    assert "LOCAL_RANK" not in os.environ, "an agent sets them"
+
+
+def test_of_an_agent_the_present_rank_counts_whoever_had_its_number(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore
+) -> None:
+    set_environment(monkeypatch, RANK="1", WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
+    store.set(attach.ARRIVED.format("now", 1), json.dumps([addresses.machine(), 7, 9]))
+    store.set(attach.NAME_KEY.format(1), "its name")
+    attach._arrive(store, "now")
+    assert os.environ[ATTEMPT] == "now"
+    assert attach._arrival(store, "now", 1) == (addresses.machine(), 2)
+    assert store.get(attach.INVITED_KEY.format("its name")) == b"now"
+    followers = attach.Followers(store, "now", 3)
+    store.set(attach.ARRIVED.format("now", 2), json.dumps([addresses.machine(), 7, 9]))
+    followers.gather()  # what a rank says can be outdated
+
+
+@pytest.mark.parametrize("error", [DistNetworkError("reset"), DistStoreError("gone")], ids=["network", "store"])
+def test_a_store_that_ends_is_the_end_of_its_launcher(error: Exception) -> None:
+    def look() -> str:
+        raise error
+
+    with pytest.raises(RankFailed, match=r"^the launcher, or the rank that serves its store, has ended$"):
+        attach._wait_for_value(look, "main has not come")
+    with pytest.raises(RankFailed, match=r"^main has not come within 0 s; its output says why$"):
+        attach._wait_for_value(lambda: "", "main has not come", 0)
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_the_store_of_an_agent_is_there_at_once_and_that_of_a_rank_when_it_has_started(
+    agent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(condition: Callable[[], object], seconds: float, *, show: str = "") -> bool:
+        waited.append((seconds, show))
+        return False
+
+    waited: list[tuple[float, str]] = []
+    as_rank(monkeypatch, 1, 29500)
+    set_environment(monkeypatch, TORCHELASTIC_USE_AGENT_STORE=str(agent))
+    monkeypatch.setattr(attach, "wait", wait)
+    where = "MASTER_ADDR=localhost MASTER_PORT=29500"
+    with pytest.raises(RankFailed, match=rf"^no store at {where}: it does not answer$"):
+        attach._store(serve=False)
+    seconds = attach.REACHED_S if agent else attach.JOIN_S
+    assert waited == [(seconds, f"waiting for rank 0 at {where}")]
+    monkeypatch.setattr(addresses, "is_own_address", lambda address, port: False)
+    with pytest.raises(InputError, match=r"^MASTER_ADDR=localhost does not lead to this machine, where RANK=0"):
+        attach._store(serve=True)

@@ -1,18 +1,27 @@
 """What the line `learning` says of the scores of a run."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binomtest, pearsonr
 from sklearn.metrics import average_precision_score, r2_score
 
 from helpers import built, resolved
 from lockstep.core.plan import Plan
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
 from lockstep.data.datasets import Folder
-from lockstep.diagnostics.listener import LEAST_EVALUATIONS, FinalScores, learning, wilson
+from lockstep.data.loading import Streaming
+from lockstep.diagnostics.listener import LEAST_EVALUATIONS, FinalScores, Listener, learning, wilson
 from lockstep.models import zoo
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.run_record import Evidence
 
 PLAN = Plan(examples=60, batch=10, total_steps=60, micro_batches=1, log_every=10, eval_every=6, save_every=6)
 SCORES = FinalScores(score=90.0, total=100, images=[50, 50], trained=None, losses=())
@@ -144,3 +153,81 @@ def test_values_are_compared_with_the_mean_and_with_correlations_by_chance() -> 
         line = str(learning(job, PLAN, replace(SCORES, score=score)))
         assert f"r2 {score:.4g}; always predicting the mean gets 0" in line
         assert line.startswith("nothing shown yet: ") != learnt
+
+
+@pytest.mark.parametrize(
+    ("losses", "trend"),
+    [
+        ([1.0, 0.5, 0.5, 0.6], ""),  # risen by 1.2 times, not by more
+        ([1.0, 0.5, 0.5, 0.601], "the validation loss has risen since step 2"),
+        ([2.0, 1.0, 1.0, 0.95], ""),  # by a twentieth in the last quarter, not by more
+        ([2.0, 1.0, 1.0, 0.9499], "the validation loss still falls"),
+        ([2.0, 1.9, 1.8, 1.7, 1.6, 1.0, 1.0, 0.94], "the validation loss still falls"),
+        ([2.0, 1.9, 1.8, 1.7, 1.6, 0.98, 0.99, 0.94], ""),  # the last quarter of eight evaluations are two
+    ],
+)
+def test_a_trend_is_one_beyond_its_limits(losses: list[float], trend: str) -> None:
+    scores = replace(SCORES, losses=[*enumerate(losses, start=1)])
+    sentence = learning(resolved("device=cpu"), replace(PLAN, examples=1442), scores).sentence
+    assert ("the validation loss" in sentence) == bool(trend)
+    assert trend in sentence
+
+
+@pytest.mark.parametrize(("examples", "advised"), [(999, True), (1000, False)])
+def test_fewer_than_a_thousand_images_are_few(examples: int, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "missing_weights", lambda name: "")
+    finding = learning(of_photos("model=resnet18"), replace(PLAN, examples=examples), SCORES)
+    assert (finding.override, finding.another_run) == ("model.pretrained=true" if advised else None, advised)
+    falling = replace(SCORES, losses=[*enumerate([1.0, 0.8, 0.6, 0.4], start=1)])
+    both = learning(of_photos("model=resnet18"), replace(PLAN, examples=examples), falling)
+    assert (both.override, both.another_run) == ("model.pretrained=true" if advised else "epochs=40", advised)
+
+
+def test_a_model_that_has_learnt_nothing_and_overfits_is_not_trained_longer() -> None:
+    risen = replace(SCORES, score=50.0, losses=[*enumerate([1.0, 0.5, 0.7, 0.8], start=1)])
+    assert learning(of_photos(size=16), PLAN, risen).override is None
+    wide = replace(of_photos(), dataset=Folder(path="photos", decode_size=(16, 64), input_size=(16, 64)))
+    assert learning(wide, PLAN, SCORES).override is None, "the shorter side is too short"
+
+
+@pytest.mark.parametrize(("magnitude", "is_large"), [(30.0, False), (30.1, True)])
+def test_targets_above_thirty_are_large(magnitude: float, is_large: bool) -> None:
+    job = resolved("device=cpu", "task=regression", "dataset=fake")
+    finding = learning(job, PLAN, replace(SCORES, score=-7.0, magnitude=magnitude))
+    assert ("divide them" in str(finding)) == is_large
+
+
+def evidence_of(task: str, scores: dict[str, float], labels: torch.Tensor) -> Evidence:
+    job = replace(resolved("device=cpu", "dataset=fake", f"task={task}"), loader=Streaming(workers=1))
+    facts: dict[str, Any] = {"world": World.solo(), "plan": PLAN, "model": torch.nn.Linear(1, 1), "steps": 60}
+    return Evidence(job=job, **facts, shares={}, spread={}, hardware={}, mfu=0.0, scores=scores, labels=labels)
+
+
+def test_the_findings_of_a_run_are_those_of_its_whole_labels_and_its_last_epoch(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    figures = [(3, {"acc/train_top1": 10.0}), (6, {"acc/train_epoch_top1": 60.0, "acc/train_top1": 20.0})]
+    figures += [(9, {"acc/train_epoch_top1": 75.5, "acc/train_top1": 30.0})]
+    run.metrics.write_text("".join(json.dumps({"step": step, **scalars}) + "\n" for step, scalars in figures))
+    info: Any = SimpleNamespace(folder=run.path)
+
+    def sentence_of(task: str, scores: dict[str, float], labels: torch.Tensor) -> str:
+        facts = Listener(info).findings(evidence_of(task, scores, labels))
+        assert {"verdict", "learning", "checklist"} == facts.keys()
+        return str(facts["learning"] and facts["learning"]["sentence"])
+
+    classes = torch.tensor([0, 0, 0, 1, -1, -1])
+    shown = sentence_of("multiclass", {"top1": 50.0}, classes)
+    assert (
+        "50.00 % top-1 (15 to 85 % with 4 images), 75.50 % in training; always saying the largest class gets 75.00 %"
+        in shown
+    )
+    assert shown.endswith("; epochs=40 may help"), "the sentence has the advice"
+    assert sentence_of("multiclass", {"top1": 0.0}, classes).startswith("nothing shown yet: 0.00 % top-1")
+    assert sentence_of("multiclass", {"top1": float("nan")}, classes) == "None"
+    assert sentence_of("multiclass", {"loss": 1.0}, classes) == "None"
+    labels = torch.tensor([[1.0, 0.5], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [float("nan"), 1.0]])
+    assert "a random order gets 0.375" in sentence_of("multilabel", {"map": 0.9}, labels), "half a label is none"
+    values = torch.tensor([[-100.0], [100.0], [float("nan")]])
+    assert "the targets are 100 in the mean, without their signs" in sentence_of("regression", {"r2": -1.0}, values)
+    stopped = replace(evidence_of("multiclass", {"top1": 50.0}, classes), ended_early="it was enough")
+    assert Listener(info).findings(stopped)["learning"]["override"] is None

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ import pytest
 from hydra import compose
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
@@ -34,17 +35,28 @@ from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError, Interrupted, LockstepError, NumericalError, Stopped, StorageError
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import Lock, absent
 from lockstep.core.tags import Direction, Monitor
-from lockstep.records.ledger import Identity, Ledger, record_of, recorded, words_of_sweep
+from lockstep.records.ledger import Identity, Ledger, record_of, recorded, resumed_sweep, words_of_sweep
 from lockstep.records.record import Record, checked_direction
 from lockstep.records.runs import JobRun, read_jobs
 from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.host import CORES, VISIBLE
+from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import RUNG_END, STOPPED_EARLY
+from lockstep.sweeps import line as line_of_sweep
 from lockstep.sweeps import pool_launcher, search
 from lockstep.sweeps.devices import Devices, Needs, Share
-from lockstep.sweeps.line import choose_folder, sweep_of_line
+from lockstep.sweeps.line import (
+    FILES,
+    _say_what_goes_on,
+    choose_folder,
+    params_of,
+    remove_refused,
+    sweep_of_line,
+)
 from lockstep.sweeps.pool import CONTEXT_BYTES, Pool, SweepJob, memory_of_job, to_run
+from lockstep.sweeps.sweepers import GridSweeper
 from lockstep.sweeps.view import JobProgress, SweepView
 
 GPUS = [f"GPU-{number}" for number in range(8)]
@@ -341,8 +353,8 @@ def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
         assert recorded(ledger, ledger.read(record), seen) == 90.0
     (_, known) = record_of(tmp_path / record.folder) or (None, None)
     assert known == ledger.read(record)
-    assert record_of(tmp_path / "001-other") is None
-    assert record_of(tmp_path / "jobs") is None
+    for name in ("000-copy", "001-other", "jobs"):
+        assert record_of(tmp_path / name) is None, name
 
 
 @pytest.mark.parametrize("proc", ["/proc", "/nowhere"])
@@ -395,6 +407,52 @@ def test_a_damaged_record_is_named_and_its_job_goes_on_in_its_folder(tmp_path: P
     assert ledger.enter(lines) == [before, other]
     assert ledger.records() == [before, other]
     assert path.with_suffix(".damaged").exists()
+
+
+def test_a_resumed_sweep_counts_its_jobs_and_warns_of_the_damaged_ones_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(6)])
+    for record, state in zip(records[:4], (State.done, State.done, State.failed, State.waiting), strict=True):
+        (tmp_path / record.folder).mkdir()
+        ledger.write(replace(record, state=state))
+    shown = {}
+    for name in ("healthy", "submitted", "damaged"):
+        if name == "submitted":
+            ledger.write(replace(records[4], submitted="77_1"))
+        if name == "damaged":
+            (tmp_path / "jobs" / "005.json").write_text("{")
+        _say_what_goes_on(ledger)
+        *warnings, line = capsys.readouterr().out.splitlines()
+        shown[name] = (len(warnings), line.partition("jobs are done")[2], re.search(r"(\d of \d) jobs", line)[1])
+    failed, anew = ", 1 failed (sweep.retry=true tries them again)", "; sweep.resume=new starts all again"
+    cluster = ", 1 are with the cluster (sweep.retry=true submits them again)"
+    assert shown == {
+        "healthy": (0, failed + anew, "2 of 6"),
+        "submitted": (0, failed + cluster + anew, "2 of 6"),
+        "damaged": (1, failed + cluster + anew, "2 of 6"),
+    }
+
+
+@pytest.mark.parametrize("coded", [True, False])
+def test_a_resumed_sweep_compares_the_code_of_its_done_jobs_if_any_has_some(
+    coded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, compared, code = begun(tmp_path), list[Any](), {"mine": {"files": {"a.py": "1"}}}
+    monkeypatch.setattr(line_of_sweep, "_say_other_code", compared.append)
+    for record, state in zip(
+        ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(3)]),
+        (State.done, State.done, State.failed),
+        strict=True,
+    ):
+        (tmp_path / record.folder).mkdir()
+        (tmp_path / record.folder / "env.json").write_text(
+            json.dumps({"code": code} if coded and record.number else {})
+        )
+        ledger.write(replace(record, state=state))
+    _say_what_goes_on(ledger)
+    assert compared == ([{0: {}, 1: code}] if coded else [])
 
 
 def test_records_come_by_number_and_a_sweep_that_has_lost_them_goes_on(tmp_path: Path) -> None:
@@ -468,12 +526,14 @@ def test_a_sweep_is_its_base_config_and_the_keys_that_it_varies() -> None:
 def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scores = {"lr=1": 0.5, "lr=2": 0.25, "lr=3": 0.75, "lr=4": 0.25}
-    for direction, best in ((Direction.minimize, 1), (Direction.maximize, 2)):
-        ledger = Ledger(tmp_path / direction)
+    minimize, maximize = Direction.minimize, Direction.maximize
+    lines = [((0.5, 0.25, 0.75, 0.25), minimize, 1), ((0.5, 0.25, 0.75, 0.25), maximize, 2)]
+    lines += [((0.5, 0.0), minimize, 1), ((-0.5, 0.0), maximize, 1)]  # a score of 0 is a score
+    for number, (scores, direction, best) in enumerate(lines):
+        ledger = Ledger(tmp_path / str(number))
         ledger.create(dataclasses.replace(ONE, direction=direction))
-        records = ledger.enter([([word], word) for word in scores])
-        for record, score in zip(records, scores.values(), strict=True):
+        records = ledger.enter([([f"lr={lr}"], f"lr={lr}") for lr, _ in enumerate(scores)])
+        for record, score in zip(records, scores, strict=True):
             (ledger.folder / record.folder).mkdir()
             ledger.end(record, State.done, objective=score)
         assert ledger.best == records[best].folder
@@ -972,6 +1032,12 @@ def line(root: Path, *words: str) -> DictConfig:
         return compose("config", overrides=words_of_sweep(options), return_hydra_config=True)
 
 
+def test_a_sweep_keeps_the_words_of_its_line_for_hydras_sweeper_and_no_others_of_hydra(tmp_path: Path) -> None:
+    of_sweeper = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=7", "+hydra.sweeper.params.seed='1,2'")
+    ledger = choose_folder(line(tmp_path, *of_sweeper, f"hydra.sweep.dir={tmp_path}/mine", "hydra.job.chdir=false"))
+    assert ledger.identity().of_hydra == of_sweeper
+
+
 def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path: Path) -> None:
     folders = [tmp_path / "sweeps" / f"2026010{day}-000000-aaaa" for day in (1, 2)]
     for number, folder in enumerate(folders):
@@ -1004,6 +1070,22 @@ def test_a_search_and_all_combinations_are_two_sweeps(tmp_path: Path) -> None:
         assert choose_folder(line(tmp_path, *words)).folder == folders[name], words
 
 
+def launcher_of(jobs: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    launcher: Any = pool_launcher.PoolLauncher(None, 0, 1, "maximize")
+    launcher.planned = {tuple(words): (None, Needs()) for words in jobs}
+    launcher.halving, launcher.retry, launcher.devices = None, False, Devices([], 4)
+    monkeypatch.setattr(launcher, "_number", lambda *numbers: None)
+    monkeypatch.setattr(pool_launcher, "words_of_job", list)
+    return launcher
+
+
+def test_a_job_that_a_line_has_twice_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [[f"seed={seed}"] for seed in (2, 1, 2)]
+    records, entered = launcher_of(jobs, monkeypatch)._enter(begun(tmp_path), jobs, 0)
+    assert [record.number for record in records] == [0, 1, 0]
+    assert [job.record.number for job in entered] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("values", "seeds", "is_refused"), [(1, 1, True), (1, 3, True), (2, 1, False), (2, 3, False), (3, 1, False)]
 )
@@ -1011,11 +1093,8 @@ def test_a_halving_needs_as_many_settings_as_it_compares(
     values: int, seeds: int, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [[f"lr={value}", f"seed={seed}"] for value in range(values) for seed in range(seeds)]
-    launcher: Any = pool_launcher.PoolLauncher(None, 0, 1, "maximize")
-    launcher.planned = {tuple(words): (None, Needs()) for words in jobs}
-    launcher.halving, launcher.retry, launcher.devices = 2, False, Devices([], 4)
-    monkeypatch.setattr(launcher, "_number", lambda *numbers: None)
-    monkeypatch.setattr(pool_launcher, "words_of_job", list)
+    launcher = launcher_of(jobs, monkeypatch)
+    launcher.halving = 2
     if is_refused:
         with pytest.raises(
             InputError, match=r"sweep\.halving=2 keeps the best one of 2 jobs, .* this line has 1; add"
@@ -1027,6 +1106,15 @@ def test_a_halving_needs_as_many_settings_as_it_compares(
 
 
 SAME_RUNS = ("telemetry.report=never", "cost.usd_per_gpu_hour=2", "strategy=fsdp", "launcher.threads=1", "name=other")
+
+
+def test_a_folder_that_the_line_names_is_that_of_the_sweep_though_another_one_has_the_same_line(
+    tmp_path: Path,
+) -> None:
+    earlier = choose_folder(line(tmp_path, "batch=32")).folder
+    assert choose_folder(line(tmp_path, "batch=32")).folder == earlier
+    named = line(tmp_path, "batch=32", f"hydra.sweep.dir={tmp_path}/mine")
+    assert choose_folder(named).folder == tmp_path / "mine"
 
 
 def test_a_line_goes_on_with_its_sweep_if_it_changes_no_run(tmp_path: Path) -> None:
@@ -1072,6 +1160,14 @@ def test_a_halving_has_as_many_rounds_as_the_factor_divides_the_jobs() -> None:
         assert len(search.shares(jobs - 1, factor)) == power, "one job fewer is a round fewer"
 
 
+@pytest.mark.parametrize("state", [State.done, State.waiting, State.failed, State.stopped])
+def test_a_job_that_has_ended_its_part_says_how_long_all_its_steps_take(state: State, tmp_path: Path) -> None:
+    view = view_of(begun(tmp_path))
+    view.portion = 0.25
+    view.ended(job(0, state=state, started=100.0, ended=110.0))
+    assert view.durations == [40.0] * (state in (State.done, State.waiting))
+
+
 def test_the_time_left_is_spread_over_the_jobs_that_run_at_once_and_is_at_least_the_longest(tmp_path: Path) -> None:
     view = SweepView(begun(tmp_path))
     view.durations, view.left = [20.0], 0
@@ -1112,3 +1208,413 @@ def test_jobs_whose_records_were_cut_short_have_the_numbers_that_they_would_have
         ledger.enter(jobs)
     assert ledger.enter(jobs[::-1])[::-1] == [*written, ledger.record(2)]
     assert [record.number for record in ledger.enter(jobs)] == [0, 1, 2]
+
+
+REFUSED_LINES = {
+    "hydra.launcher.gpus=1": "hydra.launcher.gpus=1 has no effect: launcher.ranks and launcher.threads say what",
+    "hydra.sweep.subdir=x": "hydra.sweep.subdir=x has no effect: hydra/launcher=pool names the folders of the jobs;",
+    "hydra/sweeper=optuna hydra.sweeper.direction=minimize": (
+        "hydra.sweeper.direction=minimize, but the jobs are compared by monitor=auto, whose direction is maximize;"
+    ),
+    "sweep.retry=true sweep.resume=new": "sweep.retry=true runs jobs again that failed, and sweep.resume=new",
+    "sweep.gpu_share=true device=cpu": "sweep.gpu_share=true shares GPUs, and device=cpu prevents that; remove one",
+    "hydra/sweeper=basic sweep.halving=2 hydra.sweeper.max_batch_size=2": (
+        "sweep.halving compares all jobs, and hydra.sweeper.max_batch_size prevents that; remove one of them"
+    ),
+    "sweep.objectives=[]": "sweep.objectives is [], expected some of score, seconds, megabytes, kwh and figures",
+    "sweep.objectives=[score,score]": "sweep.objectives is [score,score], expected some of",
+    "sweep.objectives=[-loss,loss]": "sweep.objectives is [-loss,loss], expected some of",
+    "sweep.halving=1": "sweep.halving is 1, expected",
+    "hydra/sweeper=optuna hydra.sweeper.pruner=median logger=[tensorboard,wandb]": (
+        "hydra.sweeper.pruner=median needs metrics.jsonl of each job, and logger=[tensorboard,wandb] writes none; "
+        "use logger=[jsonl,tensorboard,wandb]"
+    ),
+    "hydra/launcher=basic sweep.retry=true": "sweep.retry is true, which hydra/launcher=pool does; use",
+    "hydra/launcher=ray sweep.gpu_share=true": "sweep.gpu_share is true, which hydra/launcher=pool does; use",
+    "hydra.run.dir=x": "hydra.run.dir=x has no effect with -m; name a folder with hydra.sweep.dir=FOLDER",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_LINES)
+def test_what_jobs_of_a_sweep_cannot_do_is_refused_before_it_has_a_folder(words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(REFUSED_LINES[words])}"):
+        choose_folder(line(tmp_path, *words.split()))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "key"), [("output_root=a,b", "output_root"), ("sweep.retry=true,false", "sweep.retry")]
+)
+def test_what_all_jobs_of_a_sweep_share_has_one_value(word: str, key: str, tmp_path: Path) -> None:
+    config = line(tmp_path)
+    config.hydra.overrides.task = ["seed=1,2", word]
+    with pytest.raises(InputError, match=rf"^{word}: all jobs of a sweep share {key}; give it one value$"):
+        choose_folder(config)
+
+
+def test_a_named_sweep_has_its_folder_and_another_line_is_told_the_first(tmp_path: Path) -> None:
+    folder = tmp_path / "sweeps" / "one"
+    of_sweeper = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=7")
+    choose_folder(line(tmp_path, f"hydra.sweep.dir={folder}", "batch=32", *of_sweeper))
+    with pytest.raises(InputError, match=r"^sweep\.resume names a sweep, and hydra\.sweep\.dir a folder; remove one"):
+        choose_folder(line(tmp_path, "sweep.resume=latest", f"hydra.sweep.dir={tmp_path}/other"))
+    with pytest.raises(
+        InputError, match=r"has another sweep: .*; type its line \((.*)\), or start anew with sweep\."
+    ) as no:
+        choose_folder(line(tmp_path, f"hydra.sweep.dir={folder}", "batch=64"))
+    assert re.search(r"type its line \((.*)\),", str(no.value))[1].split() == [  # type: ignore[index]
+        *of_sweeper,
+        *("name=test", f"output_root={tmp_path}", "batch=32"),
+    ]
+    config = line(tmp_path, "batch=32", *of_sweeper, "sweep.retry=true")
+    assert choose_folder(config).folder == folder
+    assert config.hydra.sweep.dir == str(folder)
+    assert "sweep.retry=true" not in config.hydra.overrides.task, "no key of a job"
+
+
+def test_parameters_of_files_are_words_with_their_references() -> None:
+    config: Any = OmegaConf.create({"hydra": {"sweeper": {"params": {"a": "1,2", "b": r"\${c}", "d": 3, "e": None}}}})
+    assert params_of(config) == ["a=1,2", "b=${c}", "d=3", "e=None"]
+    for empty in ({}, {"params": None}, {"params": {}}):
+        assert params_of(OmegaConf.create({"hydra": {"sweeper": empty}})) == []
+
+
+@pytest.mark.parametrize("state", ["new", "of before", "with a job", "in use", "full disk"])
+def test_a_refused_sweep_takes_what_it_has_made_with_it_and_nothing_else(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise StorageError("full")
+
+    ledger, folder = Ledger(tmp_path / "a" / "sweep"), tmp_path / "a" / "sweep"
+    new = absent(*(folder / name for name in (*FILES, "jobs")))
+    if state == "of before":
+        begun(folder)
+        ledger = Ledger(folder)
+    else:
+        ledger.create(ONE)
+    for name in FILES:
+        (folder / name).touch()
+    if state == "with a job":
+        ledger.enter([(["seed=1"], "a")])
+    with closing(Lock()) as lock:
+        if state == "in use":
+            process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder / ".lock")], stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            process.stdout.readline()
+        if state == "full disk":
+            monkeypatch.setattr(Path, "unlink", unlink)
+        remove_refused(ledger, new)
+        monkeypatch.undo()
+        if state == "in use":
+            process.kill()
+            process.communicate()
+        lock.close()
+    left = {path.name for path in folder.iterdir()} if folder.exists() else {}
+    assert ({*FILES} <= {*left}) is (state != "new")
+    assert (tmp_path / "a").exists() is (state != "new")
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from lockstep.core.safe_write import Lock
+lock = Lock()
+lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "jobs", "sentence"),
+    [
+        ({"jobs": 0}, [["a=1"]], "hydra.launcher.jobs is 0, expected a whole number from 1"),
+        ({"gpus": -1}, [["a=1"]], "hydra.launcher.gpus is -1, expected a whole number from 0"),
+        ({"cores": 0}, [["a=1"]], "hydra.launcher.cores is 0, expected a whole number from 1"),
+        ({}, [], r"this line has no job: a range\(...\) or glob\(...\) in it has no value"),
+        ({"direction": "up"}, [["a=1"]], "the direction of the scores is 'up'"),
+    ],
+)
+def test_a_pool_that_can_run_nothing_says_why(
+    settings: dict[str, Any], jobs: list[list[str]], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = {"jobs": None, "gpus": 0, "cores": 1, "direction": "maximize"}
+    launcher = pool_launcher.PoolLauncher(**{**usual, **settings})
+    context = SimpleNamespace(callbacks=SimpleNamespace(callbacks=["first"]))
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}, "sweep": {"retry": True, "halving": 3}})
+    launcher.setup(hydra_context=context, task_function=print, config=config)  # type: ignore[arg-type]
+    assert context.callbacks.callbacks == [launcher, "first"]
+    assert (launcher.retry, launcher.halving, launcher.objectives) == (True, 3, ["score"])
+    with pytest.raises(InputError, match=f"^{sentence}"):
+        launcher.launch(jobs, 0)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_sweep_ends_with_the_first_code_of_its_jobs_unless_it_has_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = pool_launcher.PoolLauncher(None, 0, 1, "minimize")
+    context = SimpleNamespace(callbacks=SimpleNamespace(callbacks=[]))
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    launcher.setup(hydra_context=context, task_function=print, config=config)  # type: ignore[arg-type]
+
+    def launch(ledger: Ledger, jobs: Any, first: int) -> list[Record]:
+        records = ledger.enter([([f"seed={number}"], "a") for number in range(4)])
+        for record, code in zip(records, (76, 0, 70, 2), strict=True):
+            (ledger.folder / record.folder).mkdir()
+            ledger.end(
+                ledger.start(record), State.failed if code else State.done, exit_code=code, objective=float(code)
+            )
+        launcher.view = SimpleNamespace(records={1: 0, 2: 0, 3: 0})  # type: ignore[assignment]  # of this call
+        return [ledger.read(record) for record in records]
+
+    monkeypatch.setattr(launcher, "_launch", launch)
+    returns = launcher.launch([["seed=1"]], 0)
+    assert [returned.return_value for returned in returns] == [76.0, 0.0, 70.0, 2.0]
+    assert Ledger(tmp_path).identity().direction is Direction.minimize
+    try:
+        raise KeyError
+    except KeyError:
+        launcher.on_multirun_end(config)
+    with pytest.raises(SystemExit) as left:
+        launcher.on_multirun_end(config)
+    assert left.value.code == 70
+    launcher.exit_code = 0
+    launcher.on_multirun_end(config)
+    assert math.isnan(pool_launcher._returned(job(0)).return_value)
+    assert pool_launcher._returned(job(0, objective=0.0)).return_value == 0.0
+
+
+@pytest.mark.parametrize("error", [Stopped("saved"), Interrupted(), StorageError("full"), KeyError("odd")], ids=repr)
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_sweep_that_is_stopped_ends_with_its_code_also_in_another_app(
+    ours: bool,
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def launch(*_: object) -> None:
+        raise error
+
+    launcher = pool_launcher.PoolLauncher(None, 0, 1, "maximize")
+    launcher.config, launcher.lock = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}), Lock()
+    monkeypatch.setattr(launcher, "_launch", launch)
+    monkeypatch.setattr(pool_launcher, "works_for_lockstep", lambda: ours)
+    expected: Any = KeyError if isinstance(error, KeyError) else JobError if ours else SystemExit
+    with pytest.raises(expected) as raised:
+        launcher.launch([["seed=1"]], 0)
+    if expected is SystemExit:
+        assert raised.value.code == error.exit_code  # type: ignore[attr-defined]
+        assert str(error) in capsys.readouterr().err
+    with closing(Lock()) as lock:
+        lock.take(tmp_path / ".lock")
+
+
+def test_a_job_that_was_killed_at_the_end_of_its_record_is_done(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={number}"], "a") for number in range(3)])
+    for record, status in zip(records, ("completed", "completed", "stopped"), strict=True):
+        run = RunDir.at(tmp_path / record.folder)
+        run.start_summary(run="r", started=1.0)
+        run.write_summary(status=status, objective=3.0, monitor="top1")
+    killed = replace(ledger.start(records[0]), pid=0)
+    running = ledger.start(records[1])
+    settled = pool_launcher._settled(ledger, killed)
+    assert (settled.state, settled.objective) == (State.done, 3.0)
+    assert pool_launcher._settled(ledger, running) == running, "it runs"
+    assert pool_launcher._settled(ledger, replace(records[2], pid=0)).state is State.waiting
+    done = replace(records[0], state=State.done)
+    assert pool_launcher._settled(ledger, done) is done
+
+
+def test_the_jobs_of_a_sweep_are_compared_by_one_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = launcher_of([], monkeypatch)
+    ledger = begun(tmp_path)
+    launcher._agree(ledger, {"-loss"})
+    assert (ledger.identity().figure, ledger.identity().direction) == ("loss", Direction.minimize)
+    launcher._agree(ledger, {"top1"})  # no job has run
+    assert str(ledger.identity().monitor) == "top1"
+    launcher._agree(ledger, set())
+    with pytest.raises(pool_launcher.WrongJob, match="the monitors of these are -loss and top1; give all"):
+        launcher._agree(ledger, {"top1", "-loss"})
+    ledger.enter([(["seed=1"], "a")])
+    launcher._agree(ledger, {"top1"})
+    with pytest.raises(pool_launcher.WrongJob, match="the monitors of these are -loss and top1;"):
+        launcher._agree(ledger, {"-loss"})
+
+
+def test_a_sweep_is_written_with_all_that_it_is_and_read_again(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"base": {"batch": 8}, "swept": ("b", "a"), "words": ("a=1,2",), "of_hydra": ("x=1",)}
+    facts |= {"direction": Direction.minimize, "figure": "loss", "latest": "runs/a", "id": "0f"}
+    identity = Identity(**facts)
+    ledger = Ledger(tmp_path / "a" / "b")
+    assert (ledger.exists, ledger.is_new) == (False, False)
+    ledger.create(identity)
+    assert (ledger.exists, ledger.is_new, (ledger.folder / "jobs").is_dir()) == (True, True, True)
+    assert Ledger(ledger.folder).identity() == replace(identity, swept=("a", "b"))
+    assert Ledger(ledger.folder).is_new is False
+    assert identity.monitor == Monitor("loss", Direction.minimize)
+    stored = json.loads((ledger.folder / "sweep.json").read_text())
+    assert stored["hash"] == identity.hash
+    assert Identity().id != Identity().id
+
+
+@pytest.mark.parametrize("key", ["of_hydra", "figure", "latest"])
+def test_what_an_earlier_version_did_not_write_has_its_usual_value(key: str, tmp_path: Path) -> None:
+    file = begun(tmp_path).folder / "sweep.json"
+    facts = json.loads(file.read_text())
+    del facts[key]
+    file.write_text(json.dumps(facts))
+    usual = {"of_hydra": (), "figure": "score", "latest": ""}
+    assert getattr(Ledger(tmp_path).identity(), key) == usual[key]
+
+
+@pytest.mark.parametrize("key", ["base", "swept", "words", "direction", "id"])
+def test_a_ledger_without_what_it_needs_is_a_sentence(key: str, tmp_path: Path) -> None:
+    file = begun(tmp_path).folder / "sweep.json"
+    whole = json.loads(file.read_text())
+    wrong = {"base": 7, "swept": 7, "words": None, "direction": "up", "id": None}
+    damaged = [{name: value for name, value in whole.items() if name != key}]
+    damaged += [{**whole, key: wrong[key]}] * (key != "id")
+    for facts in damaged:
+        file.write_text(json.dumps(facts))
+        with pytest.raises(InputError, match=r"sweep\.json is not a file of a sweep's ledger; start anew with sweep"):
+            Ledger(tmp_path).identity()
+
+
+def test_the_hash_of_a_sweep_is_of_what_decides_its_scores_in_any_order() -> None:
+    one = Identity(base={"a": 1, "b": 2}, swept=("x",))
+    assert one.hash == Identity(base={"b": 2, "a": 1}, swept=("x",), words=("w",), figure="loss").hash
+    assert one.hash != Identity(base={"a": 1, "b": 2}, swept=("y",)).hash
+    assert one.hash != Identity(base={"a": 1, "b": 3}, swept=("x",)).hash
+
+
+def test_three_differences_of_two_sweeps_are_named() -> None:
+    keys = ("batch", "epochs", "seed", "steps")
+    for number in (3, 4):
+        one, other = (Identity(base=dict.fromkeys(keys[:number], value)) for value in (7, 8))
+        shown = [f"{key} is 7 there and 8 here" for key in keys[:3]]
+        assert one.difference(other) == ", ".join(shown + ["and more"] * (number > 3))
+    assert Identity(base={"seed": 7}).difference(Identity()) == "seed is 7 there and None here"
+    assert Identity().difference(Identity(base={"seed": 7})) == "seed is None there and 7 here"
+    assert Identity(swept=("a",)).difference(Identity(swept=("a", "b"))) == "it sweeps a, and this line a b"
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"output_root: .*/sweep cannot be written \(Not a directory\); choose a"):
+        Ledger(tmp_path / "file" / "sweep").create(ONE)
+
+
+def test_the_record_of_a_job_is_as_it_was_written_and_a_later_version_may_have_more(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    (tmp_path / record.folder).mkdir()
+    before = time.time()
+    started = ledger.start(replace(record, ended=5.0, exit_code=70, error="odd", objective=1.0))
+    facts = (started.host, started.pid, started.born, started.ended, started.exit_code, started.error)
+    assert facts == (socket.gethostname(), os.getpid(), born(os.getpid()), 0.0, 0, "")
+    assert before <= started.started <= time.time()
+    ended = ledger.end(started, State.failed, objective=2.5, exit_code=7, error="it broke")
+    assert (ended.objective, ended.exit_code, ended.error, ended.state) == (2.5, 7, "it broke", State.failed)
+    assert started.started <= ended.ended <= time.time()
+    path = ledger.path_of(0)
+    assert path == tmp_path / "jobs" / "000.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
+    assert ledger.read(started) == ended
+    path.write_text(json.dumps({**json.loads(path.read_text()), "objective": 3, "started": 7}))
+    assert ledger.read(started).objective == 3, "a whole number is a number"
+
+
+@pytest.mark.parametrize("overrides", ["seed=1", {"seed": 1}, [1], None])
+def test_overrides_that_are_no_list_of_words_are_damage(overrides: object, tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    ledger.enter([(["seed=1"], "seed=1")])
+    path = ledger.path_of(0)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "overrides": overrides}))
+    assert ledger.record(0).state is State.damaged
+    assert ledger.record(0).exit_code == 2
+
+
+def test_a_name_of_a_record_that_is_no_number_is_none(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    for name in ("\u00b2", "-1", "1.5", "x"):
+        (tmp_path / "jobs" / f"{name}.json").write_text("{}")
+    assert ledger.records() == []
+
+
+def test_a_damaged_record_keeps_its_file_and_the_first_folder_of_its_number(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    ledger.enter([(["seed=1"], "b")])
+    for name in ("000-b", "000-a"):
+        RunDir.at(tmp_path / name).overrides.write_text("- seed=1\n")
+    ledger.path_of(0).write_text("{")
+    assert ledger.record(0).folder == "000-a"
+    (again,) = ledger.enter([(["seed=1"], "c")])
+    assert (again.number, again.folder, again.state, again.error) == (0, "000-a", State.waiting, "")
+    assert (tmp_path / "jobs" / "000.damaged").read_text() == "{"
+
+
+def test_the_best_is_named_although_the_disk_is_full_or_the_ledger_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    (tmp_path / record.folder).mkdir()
+    for error in (StorageError("full"), InputError("damaged")):
+
+        def fail(self: Ledger, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(Ledger, "mark_best", fail)
+        assert ledger.end(record, State.done, objective=1.0).objective == 1.0
+    assert ledger.best == ""
+
+
+def test_a_newest_sweep_is_found_by_its_name_and_one_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("20260102-a", "20260101-b"):
+        Ledger(tmp_path / "out" / "sweeps" / name).create(ONE)
+    newest = tmp_path / "out" / "sweeps" / "20260102-a"
+    assert resumed_sweep(Path("out"), "latest").folder == newest
+    for named in ("out/sweeps/20260102-a", "~/out/sweeps/20260102-a", str(newest)):
+        assert resumed_sweep(Path("elsewhere"), named).folder == newest
+    with pytest.raises(InputError, match=r"sweep\.resume: out is not a sweep's folder; name one with"):
+        resumed_sweep(Path("out"), "out")
+
+
+def test_the_words_of_a_sweep_go_before_those_that_are_typed_now(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "sweeps" / "one")
+    ledger.create(replace(ONE, words=("seed=1,2", "name=old", "batch=8"), of_hydra=("hydra/sweeper=basic",)))
+    words = ["-m", f"output_root={tmp_path}", "sweep.resume=latest", "name=new"]
+    stored = ["hydra/sweeper=basic", "seed=1,2", "batch=8"]
+    assert words_of_sweep(words) == ["-m", *stored, *words[1:]]
+    for other in (["seed=3"], ["model=linear"]):
+        assert words_of_sweep([*words, *other]) == [*words, *other], "it makes other jobs"
+    for named in ("auto", "new", "nowhere"):
+        line = [f"output_root={tmp_path}", f"sweep.resume={named}"]
+        assert words_of_sweep(line) == line
+    assert words_of_sweep(["seed=1"]) == ["seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs"),
+    [
+        (["batch=3,4"], ["seed=1 batch=3", "seed=1 batch=4", "seed=2 batch=3", "seed=2 batch=4"]),
+        (["batch=3", "seed=5"], ["batch=3 seed=5"]),
+    ],
+)
+def test_the_parameters_of_a_sweeper_come_before_the_words_of_the_line_which_win(
+    words: list[str], jobs: list[str]
+) -> None:
+    launched: list[list[str]] = []
+    launcher = SimpleNamespace(launch=lambda jobs, initial_job_idx: launched.extend(jobs[initial_job_idx:]) or [])
+    sweeper = GridSweeper({})
+    sweeper.setup(launcher, OmegaConf.create({"hydra": {"sweeper": {"params": {"seed": "1,2"}}}}))
+    sweeper.sweep(words)
+    assert [" ".join(job) for job in launched] == jobs

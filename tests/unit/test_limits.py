@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from lockstep.core import native_threads
 from lockstep.core.errors import InputError
 from lockstep.core.native_threads import LEAST_ADDRESS_SPACE, check_address_space
 from lockstep.core.world import World
@@ -191,6 +192,26 @@ def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
     words = [sys.executable, "-c", f"{CONFIGURE}; {SHOW}"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [*imported, expected]
+
+
+def test_where_torch_is_imported_already_only_libraries_behind_it_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "torch" in sys.modules
+    monkeypatch.setattr(os, "environ", {})
+    native_threads.configure_native_threads()
+    assert os.environ == {"OPENBLAS_NUM_THREADS": "1", "LOCKSTEP_OPENBLAS": "1"}
+    os.environ.clear()
+    os.environ["OPENBLAS_NUM_THREADS"] = "3"
+    native_threads.configure_native_threads()
+    assert os.environ == {"OPENBLAS_NUM_THREADS": "3"}
+
+
+def test_a_process_is_our_own_if_it_has_said_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_threads, "_own_processes", set())
+    assert not native_threads.is_own_process()
+    native_threads.own_process()
+    assert native_threads.is_own_process()
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a child of it
+    assert not native_threads.is_own_process()
 
 
 SPINNING = """

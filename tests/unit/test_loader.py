@@ -5,7 +5,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +26,15 @@ from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.loading.loaders import BATCHES_AHEAD, Auto, Resident, Streaming
-from lockstep.data.loading.reading import decode_all, read_images, sample, workers_needed
+from lockstep.data.loading.loaders import BATCHES_AHEAD, Auto, Resident, Streaming, read_once
+from lockstep.data.loading.reading import (
+    decode_all,
+    map_in_order,
+    read_images,
+    reading_rate,
+    sample,
+    workers_needed,
+)
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader
 from lockstep.data.transforms.crops import RandomResizedCrop
 from lockstep.runtime.host import GB, cores
@@ -271,6 +278,29 @@ def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, mon
     assert Auto(workers=3).held_gb(task(folder)) == Streaming().held_gb(task(folder)) == 0
 
 
+@pytest.mark.parametrize("size", [2, 6])
+def test_ranks_of_other_machines_take_nothing_of_this_one(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    where = World(rank=0, local_rank=0, size=size, local_size=2, device=torch.device("cpu"))
+    started = list[int]()
+
+    def decode(split: Any, world: World, *, threads: int) -> Any:
+        started.append(threads)
+        return split.fetch([0]), {}
+
+    monkeypatch.setattr("lockstep.data.loading.loaders.cores", lambda: 8)
+    monkeypatch.setattr("lockstep.data.loading.reading.reading_rate", lambda split: 100.0)
+    monkeypatch.setattr("lockstep.data.loading.reading.decode_all", decode)
+    monkeypatch.setattr(Streaming, "feed", lambda loader, split, world: started.append(loader.workers))
+    Resident().feed(folder.train(), where)
+    read_once(folder.eval(), where)
+    assert started == [4, 4]
+    for model in (None, 1e9):
+        assert Streaming().choose(task(folder, where, training_rate=lambda: model))[0] == Streaming(workers=4)  # noqa: B023
+    assert Resident().held_gb(task(folder, where)) == 0.25
+
+
 def test_few_batches_on_a_gpu_wait_for_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     train, events, numbers = Digits().train(), list[str](), itertools.count()
 
@@ -448,6 +478,25 @@ def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -
     assert readers_end()
 
 
+@pytest.mark.parametrize("end", ["an error", "the end of training"])
+def test_a_read_that_never_ends_holds_up_no_other_end(end: str) -> None:
+    released, done = threading.Event(), []
+
+    def read(number: int) -> int:
+        if number:
+            done.append(released.wait(5))
+        elif end == "an error":
+            raise OSError("gone")
+        return number
+
+    reads = map_in_order(read, range(3), workers=2, prefetch=1)
+    with pytest.raises(OSError, match="gone") if end == "an error" else closing(reads):  # type: ignore[type-var]
+        assert next(reads) == 0
+    assert not done
+    released.set()
+    assert readers_end()
+
+
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 3)])
 def test_workers_read_no_further_ahead_than_asked(folder: Folder, workers: int, prefetch: int) -> None:
     numbers = iter(range(100))
@@ -456,3 +505,49 @@ def test_workers_read_no_further_ahead_than_asked(folder: Folder, workers: int, 
     for count in range(1, 5):
         next(batches)
         assert next(numbers) == 2 * count - 1 + workers * prefetch
+
+
+def test_a_loader_says_how_images_reach_the_device_and_what_reads_ahead() -> None:
+    assert str(Resident()) == "all images in memory"
+    words = {0: "0 workers", 1: "1 worker", 2: "2 workers"}
+    assert [str(Streaming(workers=number)) for number in words] == [
+        f"images read as they are needed, {of}" for of in words.values()
+    ]
+    for workers, prefetch in ((0, 2), (1, 5), (1, 1), ("auto", 5)):
+        Streaming(workers=workers, prefetch=prefetch).check()
+    for prefetch in (1, 3):
+        with pytest.raises(InputError, match=rf"prefetch is {prefetch}, but loader\.workers is 0, and only workers"):
+            Streaming(workers=0, prefetch=prefetch).check()
+    device = World.solo("cuda:1").device
+    assert Resident().order_device(World.solo("cuda:1")) == device
+
+
+@pytest.mark.parametrize(
+    ("images", "seconds", "most"), [(1000, 1e-3, 304), (1000, 1e-2, 32), (20, 1e-3, 304), (300, 1e-3, 304)]
+)
+def test_the_rate_of_a_worker_is_that_of_a_few_images_without_the_first(
+    monkeypatch: pytest.MonkeyPatch, images: int, seconds: float, most: int
+) -> None:
+    clock, chunks = [0.0], list[list[int]]()
+
+    class Timed:
+        def __len__(self) -> int:
+            return images
+
+        def fetch(self, indices: list[int], epoch: int = 0) -> torch.Tensor:
+            clock[0] += 100 if not chunks else seconds * len(indices)  # the first one imports the decoders
+            chunks.append(indices)
+            return torch.zeros(len(indices), 1, 1, 1)
+
+    monkeypatch.setattr("lockstep.data.loading.reading.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    timed: Any = Timed()
+    rate = reading_rate(timed)
+    assert rate == pytest.approx(1 / seconds)
+    first, *timed_chunks = chunks
+    assert first == [0]
+    step = max(1, images // 256)
+    every = [index for chunk in timed_chunks for index in chunk]
+    expected = [*range(0, images, step)]
+    assert every == expected[: len(every)]
+    assert {len(chunk) for chunk in timed_chunks[:-1]} <= {16}
+    assert len(every) == min(len(expected), most)

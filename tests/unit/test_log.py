@@ -4,18 +4,21 @@ import contextlib
 import csv
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.table import Table
+from rich.text import Text
 
-from lockstep.core import console, log
+from lockstep.core import console, log, terminal
 from lockstep.core.errors import (
     BY_EXIT_CODE,
     BrokenImage,
@@ -29,7 +32,21 @@ from lockstep.core.errors import (
 )
 from lockstep.core.figures import csv_row
 from lockstep.core.run_dir import RunDir
-from lockstep.core.table import Column, column_of_settings, html_table, lines_of, row_lines, shortened, show_table
+from lockstep.core.table import (
+    Column,
+    Setting,
+    column_of_settings,
+    html_table,
+    json_lines,
+    lines_of,
+    markdown,
+    markdown_code,
+    row_lines,
+    shortened,
+    show_json,
+    show_rows,
+    show_table,
+)
 from lockstep.runtime import program
 
 
@@ -45,6 +62,23 @@ def test_main_logs_to_the_run_and_to_its_own_file(run: RunDir) -> None:
     for path in (run.log, run.rank_log(0)):
         (line,) = path.read_text().splitlines()
         assert line.endswith(" INFO a word")
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])
+@pytest.mark.parametrize("propagate", [True, False])
+@pytest.mark.parametrize("error", [None, InputError("refused")], ids=str)
+def test_a_program_has_its_logger_as_it_was(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, level: int, propagate: bool, error: Exception | None
+) -> None:
+    monkeypatch.setattr(log.logger, "level", level)
+    monkeypatch.setattr(log.logger, "propagate", propagate)
+    handlers, files = [*log.logger.handlers], len([*Path("/dev/fd").iterdir()])
+    with contextlib.suppress(InputError), log.rank_logging(run, 0, separate=False):
+        assert (log.logger.level, log.logger.propagate) == (logging.INFO, False)
+        if error is not None:
+            raise error
+    assert (log.logger.level, log.logger.propagate, log.logger.handlers) == (level, propagate, handlers)
+    assert len([*Path("/dev/fd").iterdir()]) == files
 
 
 def test_a_message_or_warning_is_one_unchanged_line_on_screen_and_in_the_log(
@@ -221,7 +255,8 @@ def test_a_name_is_one_line_wherever_it_is_shown(control: str, capsys: pytest.Ca
         program.explain(error)
         assert len(capsys.readouterr().err.splitlines()) <= 1  # a stop is shown by main alone
         assert len(str(error).splitlines()) == 1
-    assert len(str(BrokenImage(1, name, name)).splitlines()) == len(BrokenImage(1, name, name).failure.splitlines())
+    broken = BrokenImage(1, name, name)
+    assert [len(text.splitlines()) for text in (str(broken), broken.failure)] == [1, 1]
     assert len(str(LockstepError(name, name)).splitlines()) == 2
 
 
@@ -264,3 +299,276 @@ def test_a_table_shows_a_key_without_a_value_as_none_but_beside_the_option_none_
 )
 def test_fractions_of_exactly_the_digits_stay_as_they_are(text: str, digits: int, expected: str) -> None:
     assert shortened(text, digits) == expected
+
+
+def test_what_is_quiet_within_something_quiet_leaves_it_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(console.QUIET_VARIABLE, raising=False)
+    states = []
+    with console.quiet():
+        with console.quiet():
+            states.append((console.terminal.quiet, console.QUIET_VARIABLE in os.environ))
+        states.append((console.terminal.quiet, console.QUIET_VARIABLE in os.environ))
+    states.append((console.terminal.quiet, console.QUIET_VARIABLE in os.environ))
+    assert states == [(True, True), (True, True), (False, False)]
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """Have a terminal of 40 columns and a few colours for standard output and error.
+
+    No fixture, because pytest replaces the streams between a fixture and its test.
+    """
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    screen = Screen()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, screen)
+    monkeypatch.setattr(console, "terminal", console.Terminal(highlight=False, file=screen))
+    return screen
+
+
+def test_a_stream_is_a_terminal_if_it_says_so_and_is_open() -> None:
+    (closed := Screen()).close()
+    gone: Any = SimpleNamespace(write=lambda text: None, flush=lambda: None)
+    (ended := io.StringIO()).close()
+    files = [Screen(), io.StringIO(), closed, gone, ended]
+    assert [console.Terminal(file=file).is_terminal for file in files] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("term", [None, "xterm", "DUMB", "dumb", "Unknown", "unknown", "linux"])
+def test_a_cursor_moves_on_a_terminal_that_is_not_dumb(monkeypatch: pytest.MonkeyPatch, term: str | None) -> None:
+    screen = on_screen(monkeypatch)
+    monkeypatch.delenv("TERM") if term is None else monkeypatch.setenv("TERM", term)
+    moves = (term or "").lower() not in ("dumb", "unknown")
+    for stdout, stderr, expected in ((screen, None, (moves, False)), (io.StringIO(), screen, (False, moves))):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert (log.has_terminal(), log.has_terminal("stderr")) == expected
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_a_notebook_is_a_kernel_of_ipython_in_a_program_that_is_not_quiet(
+    monkeypatch: pytest.MonkeyPatch, has_kernel: bool, is_quiet: bool
+) -> None:
+    monkeypatch.setattr(console.terminal, "quiet", is_quiet)
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert not log.in_notebook()
+    shell = SimpleNamespace(**{"kernel": None} if has_kernel else {})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    assert log.in_notebook() is (has_kernel and not is_quiet)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_quiet_program_shows_and_starts_nothing_that_shows_more_than_warnings(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], before: bool
+) -> None:
+    monkeypatch.delenv(console.QUIET_VARIABLE, raising=False)
+    if before:
+        monkeypatch.setenv(console.QUIET_VARIABLE, "1")
+    monkeypatch.setattr(console.terminal, "quiet", before)
+    words = [
+        sys.executable,
+        "-c",
+        "from lockstep.core import log; log.show('a sentence'); log.show_warning('careful')",
+    ]
+    with log.rank_logging(run, 0, separate=False), console.quiet():
+        for say in (log.show, log.note, log.say, log.warn):
+            say(f"{say.__name__}: a sentence")
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "warning: warn: a sentence\n")
+    assert (done.stdout, done.stderr) == ("", "warning: careful\n")
+    lines = [line.partition(",")[2][4:] for line in run.log.read_text().splitlines()]
+    assert lines == ["INFO say: a sentence", "WARNING warn: a sentence"]
+    assert (console.terminal.quiet, console.QUIET_VARIABLE in os.environ) == (before, before)
+
+
+def test_sentences_are_wrapped_and_labelled_and_notes_and_warnings_have_their_colours(
+    monkeypatch: pytest.MonkeyPatch, run: RunDir
+) -> None:
+    def shown() -> list[str]:
+        text = screen.getvalue()
+        screen.seek(0)
+        screen.truncate()
+        return text.split("\n")[:-1]
+
+    screen, words = on_screen(monkeypatch), "one two three four five six seven eight nine"
+    with log.rank_logging(run, 0, separate=False):
+        log.say(words)
+        assert shown() == ["one two three four five six seven eight", "  nine"]
+        log.say_row("data", words)
+        assert shown() == ["      data  one two three four five six", " " * 12 + "seven eight nine"]
+        log.say_row("", words, indent=6)
+        assert shown() == ["one two three four five six seven eight", " " * 6 + "nine"]
+        log.say_command("again", "lockstep runs")
+        assert shown() == ["   again        lockstep runs"]
+        log.say("what is logged", shown=Text("x" * 50, style="bold"))
+        assert shown() == [f"\x1b[1m{'x' * 50}\x1b[0m"]
+        log.warn("careful")
+        assert shown() == ["\x1b[33mwarning: careful\x1b[0m"]
+        log.note("an aside")
+        assert shown() == ["\x1b[2man aside\x1b[0m"]
+    lines = [line.partition(",")[2][4:] for line in run.log.read_text().splitlines()]
+    logged = [words, f"      data  {words}", words, "   again        lockstep runs", "what is logged"]
+    assert lines == [*(f"INFO {line}" for line in logged), "WARNING careful"]
+
+
+def test_a_narrow_terminal_has_lines_of_twice_the_indent(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_screen(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "5")
+    assert log.wrapped("one two three four", 6) == "one two\n      three\n      four"
+
+
+def test_a_mistake_in_a_message_of_the_log_is_no_fault_of_the_disk(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with log.rank_logging(run, 1, separate=False):
+        log.logger.info("%d images", "many")
+        log.logger.info("a word")
+    assert "TypeError: %d format" in capsys.readouterr().err
+    assert run.rank_log(1).read_text().endswith("INFO a word\n")
+
+
+@pytest.mark.parametrize(("rank", "separate"), [(0, True), (0, False), (1, False), (1, True)])
+def test_what_another_rank_prints_is_in_its_own_file_alone(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, separate: bool
+) -> None:
+    names = ("stdout", "stderr")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            monkeypatch.setattr(sys, name, stack.enter_context((tmp_path / name).open("w")))
+        with log.rank_logging(run, rank, separate=separate):
+            assert terminal._patience_s == terminal.READER_WAIT_S
+            for name in names:
+                print(f"to {name}", file=getattr(sys, name), flush=True)
+    is_apart = rank == 1 and separate
+    assert [(tmp_path / name).read_text() for name in names] == ["" if is_apart else f"to {name}\n" for name in names]
+    assert run.rank_log(rank).read_text() == "to stdout\nto stderr\n" * is_apart
+
+
+def setting(text: str, *, is_default: bool = False) -> Setting:
+    value = Setting(text)
+    value.is_default = is_default
+    return value
+
+
+COLUMNS = (
+    Column("run", ["one", "two"]),
+    Column("score", ["9.50 ± 1.00", "10.00"], best=[1]),
+    Column("optimizer.weight_decay", [setting("0.1"), setting("0.2", is_default=True)], may_move=True),
+    Column("name", ["漢字", setting("", is_default=False)], may_move=True),
+)
+WHOLE = [
+    f"run        score  {'optimizer.weight_decay':>22}  name",
+    f"one  9.50 ± 1.00  {'0.1':>22}  漢字",
+    f"two        10.00  {'0.2':>22}",
+]
+FOLDED = [
+    f"{'':>16}  optimizer.",
+    f"{'':>16}  {'weight_':>10}",
+    f"run        score  {'decay':>10}  name",
+    f"one  9.50 ± 1.00  {'0.1':>10}  漢字",
+    f"two        10.00  {'0.2':>10}",
+]
+ONE_MOVED = [*(line[:28] for line in FOLDED[:4]), "    name=漢字", FOLDED[4]]
+BOTH_MOVED = ["run        score", "one  9.50 ± 1.00", "    optimizer.weight_decay=0.1  name=漢字", "two        10.00"]
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [(None, WHOLE), (46, WHOLE), (45, FOLDED), (34, FOLDED), (33, ONE_MOVED), (28, ONE_MOVED), (27, BOTH_MOVED)],
+)
+def test_a_table_folds_its_heads_and_then_moves_columns_below_the_rows(
+    width: int | None, expected: list[str]
+) -> None:
+    assert [line.plain for line in lines_of(COLUMNS, width)] == expected
+    alone = [line.plain for line in lines_of(COLUMNS, width, second_lines=False)]
+    assert alone == [line for line in expected if "name=" not in line]
+
+
+def test_heads_and_the_best_are_bold_and_defaults_dim() -> None:
+    best = Column("a", [setting("1", is_default=True), setting("2", is_default=True), "3"], best=[0])
+    assert [best.styled(row).style for row in range(3)] == ["bold", "dim", ""]
+    head, *rows = lines_of([best], None)
+    assert [[span.style for span in line.spans] for line in (head, *rows)] == [["bold"], ["bold"], ["dim"], []]
+    assert [Column("a", [text]).styled(0).plain for text in ("x\ny", "\x1b")] == [r"x\ny", r"\x1b"]
+    assert Column("a", ["x\ny"]).width(folded=False) == 4
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_right"),
+    [
+        *(
+            (["1", "-1.5", "+0.25", "1e-05", "1,000", ""], True),
+            (["9.5 ± 1.0", "50 %", "1.5 GB", "3 kB", "8 MB"], True),
+        ),
+        *((["1", "one"], False), (["1x"], False), (["1 2"], False), (["B 1"], False)),
+    ],
+)
+def test_a_column_of_numbers_is_at_the_right(cells: list[str], is_right: bool) -> None:
+    assert Column("a", cells).is_right is is_right
+
+
+def test_settings_have_as_few_digits_as_tell_them_apart_and_defaults_stay_defaults() -> None:
+    values = [setting("0.12345", is_default=True), setting("0.12348"), "0.5"]
+    column = column_of_settings("lr", values)
+    assert (column.cells, column.may_move) == (["0.12345", "0.12348", "0.5"], True)
+    assert [getattr(cell, "is_default", None) for cell in column.cells] == [True, False, False]
+    assert column_of_settings("lr", ["0.12345", "0.2"]).cells == ["0.123", "0.2"]
+
+
+def test_a_setting_is_its_value_in_json() -> None:
+    values = {"": None, "null": None, "0.5": 0.5, "[1,2]": [1, 2], "sgd": "sgd", "'a'": "'a'", "true": True}
+    assert {text: Setting(text).as_json for text in values} == values
+    assert json.loads("".join(json_lines([{"a": setting("0.5"), "b": "0.5"}]))) == [{"a": 0.5, "b": "0.5"}]
+    assert json_lines({"a": [1]}) == ["{", ' "a": [', "  1", " ]", "}"]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_lines([{"a": float("nan")}])
+
+
+def test_rows_have_all_columns_of_any_row() -> None:
+    rows = [{"a": 1}, {"b": 2, "a": None}]
+    assert row_lines(rows, "csv") == ["a,b", "1,", ",2"]
+    assert [row_lines([], "csv"), row_lines([], "json"), html_table([])] == [[], ["[]"], ""]
+    cells = "<tr><td>0.1235</td><td>&lt;b&gt;</td></tr>"
+    assert html_table([{"a": 0.123456, "b": "<b>"}]) == f"<table><tr><td>a</td><td>b</td></tr>{cells}</table>"
+
+
+@pytest.mark.parametrize("form", ["table", "latex", "markdown", "csv", "json"])
+def test_no_form_of_a_table_is_wrapped(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on_screen(monkeypatch)
+    text = " ".join(["word"] * 30)
+    if form in ("csv", "json"):
+        show_rows([{"a": text}], form)
+    else:
+        show_table([Column("a", [text])], form)
+    assert text in screen.getvalue()
+    show_json({"a": text})
+    assert screen.getvalue().count(text) == 2
+
+
+def test_forms_for_documents_align_mark_and_escape(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = [Column("a_b", ["x|y", "50% & more"]), Column("n", ["1", "2"], best=[1])]
+    show_table(columns, "latex")
+    show_table(columns, "markdown")
+    latex = [r"\begin{tabular}{lr}", r"\toprule", r"a\_b & n \\", r"\midrule", r"x|y & 1 \\"]
+    latex += [r"50\% \& more & \textbf{2} \\", r"\bottomrule", r"\end{tabular}"]
+    lines = [r"| a\_b | n |", "|---|---|", r"| x\|y | 1 |", r"| 50% \& more | **2** |"]
+    assert capsys.readouterr().out.splitlines() == [*latex, *lines]
+
+
+def test_a_text_in_markdown_is_words_or_code_whatever_is_in_it() -> None:
+    assert markdown("a\nb_c") == r"a\\nb\_c"
+    code = {"a": "`a`", "a`b": "`` a`b ``", "``": "``` `` ```", "a\nb": r"`a\nb`"}
+    assert {text: markdown_code(text) for text in code} == code
+    blocks = {"a\nb": "```py\na\nb\n```", "```": "````py\n```\n````", "`": "```py\n`\n```"}
+    assert {text: markdown_code(text, "py") for text in blocks} == blocks

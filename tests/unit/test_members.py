@@ -336,3 +336,37 @@ def test_the_number_of_no_class_is_refused_in_a_column_of_names(tmp_path: Path) 
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "one")
     with pytest.raises(InputError, match=r"row 2 of .* has the label -1, expected a class; correct it"):
         HF(path=str(tmp_path / "one"), val_share=0.5).prepare()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"group_column": "group"}, r"row 1 of train in .* has no group"),
+        ({"group_pattern": "(.*)"}, r"row 0 of train in .* has an image without the name of a file"),
+    ],
+)
+def test_a_row_of_a_saved_table_without_a_group_is_named(
+    options: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {
+        "image": [{"bytes": png(n), "path": None} for n in range(3)],
+        "label": ["a"] * 3,
+        "group": ["x", None, "y"],
+    }
+    features = {"image": datasets.Image(), "label": datasets.Value("string"), "group": datasets.Value("string")}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(features)).save_to_disk(tmp_path / "one")
+    with pytest.raises(InputError, match=f"{sentence}; use dataset.group_column=NAME"):
+        HF(path=str(tmp_path / "one"), val_share=0.5, **options).prepare()  # type: ignore[arg-type]
+
+
+def test_a_row_of_a_saved_table_without_an_image_is_broken(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": [{"bytes": png(n), "path": None} for n in range(5)], "label": [0, 1, 0, 1, 0]}
+    rows["image"][2] = None
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["yak", "ant"])})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "one")
+    source = HF(path=str(tmp_path / "one"), val_share=0.4, decode_size=8)
+    assert source.fingerprint()
+    with pytest.raises(InputError, match=r"row 2 of .* \(the table does not contain its bytes\)"):
+        torch.cat([split.fetch([*range(len(split))]) for split in (source.train(), source.eval())])

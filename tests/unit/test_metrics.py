@@ -23,7 +23,7 @@ from lockstep.telemetry.display import Display, figures
 from lockstep.telemetry.hardware_watch import rates
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.time_spent import TimeSpent
-from lockstep.telemetry.window import Window, WindowState
+from lockstep.telemetry.window import Tally, TallyState, Window, WindowState
 from thread_ranks import ThreadRanks
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -144,6 +144,15 @@ def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[f
     assert (actual.first, actual.loss, actual.top1) == (expected.first, expected.loss, expected.top1)
     assert actual.examples == expected.examples - 2 * at
     assert sink.flushed == 1, "the files have every step of the checkpoint"
+
+
+def test_a_tally_has_all_that_it_counted_before_a_resume() -> None:
+    counts: Any = {"losses": [1.5, 2.5], "steps": [7, 8], "examples": [10, 3], "hits": 5, "broken": 2}
+    state: TallyState = {**counts, "logged": [4.0, 6.0]}
+    tally = Tally(0, torch.device("cpu"), logged=2)
+    tally.restore(state)
+    assert tally.state() == state
+    assert tally.sums().tolist() == [4.0, 5, 11, 4.0, 6.0]
 
 
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=3, max_size=40), st.data())

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.config.options import TIMM, models_of
+from lockstep.core import fields
 from lockstep.core.errors import InputError
-from lockstep.models import BasicNet, DigitNet, ResNet34, Timm, WideResNet
-from lockstep.models.nets import MaxPoolTo, check_model_size, sketch
+from lockstep.models import BasicNet, DigitNet, Linear, ResNet34, Timm, WhiteNet, WideResNet
+from lockstep.models.nets import MaxPoolTo, check_model_size, sketch, without_weights
 from lockstep.models.wide_resnet import Block
 from lockstep.models.zoo import built, network_options
 
@@ -213,3 +214,146 @@ def test_a_block_of_a_wide_resnet_is_the_formula_and_another_depth_is_refused() 
     middle = (F.conv2d(active, block.conv1.weight, stride=2, padding=1) * norm).relu()
     inner = F.conv2d(middle, block.conv2.weight, padding=1)
     torch.testing.assert_close(block(features), inner + F.conv2d(active, block.shortcut.weight, stride=2))
+
+
+CONV_BLOCK = "Conv2d MaxPool2d BatchNorm2d GELU Conv2d BatchNorm2d GELU"
+LAYERS: dict[str, tuple[Any, str]] = {
+    "linear": (Linear(), "Flatten Linear"),
+    "basicnet": (
+        BasicNet(),
+        "Conv2d ReLU Conv2d ReLU MaxPool2d Dropout Flatten Linear ReLU Dropout Linear",
+    ),
+    "digitnet": (
+        DigitNet(),
+        f"{'Conv2d GroupNorm ReLU ' * 2}MaxPool2d Conv2d GroupNorm ReLU MaxPoolTo Flatten Dropout Linear",
+    ),
+    "whitenet": (WhiteNet(), f"Conv2d GELU {CONV_BLOCK} {CONV_BLOCK} {CONV_BLOCK} MaxPoolTo Flatten Linear _Scaled"),
+    "whitenet with shortcuts": (
+        WhiteNet(depth=3),
+        f"Conv2d GELU {f'{CONV_BLOCK} Conv2d BatchNorm2d ' * 3}MaxPoolTo Flatten Linear _Scaled",
+    ),
+    "wide_resnet": (
+        WideResNet(depth=10, width=1),
+        # The first block has as many channels as the first convolution, so its shortcut has none.
+        "Conv2d BatchNorm2d Conv2d BatchNorm2d Conv2d Dropout "
+        + 2 * "BatchNorm2d Conv2d BatchNorm2d Conv2d Dropout Conv2d "
+        + "BatchNorm2d ReLU AdaptiveAvgPool2d Flatten Linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_network_of_our_own_has_its_layers_in_this_order(name: str) -> None:
+    option, layers = LAYERS[name]
+    modules = [module for module in sketch(option, 10, (3, 32, 32)).modules() if not [*module.children()]]
+    assert " ".join(type(module).__name__ for module in modules) == layers
+    assert {module.num_groups for module in modules if isinstance(module, nn.GroupNorm)} <= {8}
+
+
+def test_networks_of_our_own_take_oblong_images_and_begin_with_these_weights() -> None:
+    for option in (Linear(), BasicNet(), DigitNet(), WhiteNet(widths=[8, 8, 8]), WideResNet(depth=10, width=1)):
+        for shape in ((3, 9, 14), (1, 14, 9)):
+            assert logits(option.build(7, shape), *shape).shape == (2, 7)
+    white = WhiteNet(widths=[8, 8, 8]).build(7, (3, 12, 12))
+    assert not white[0].bias.any()
+    assert white[-2].bias is None
+    wide = WideResNet(depth=10, width=4).build(7, (3, 32, 32))
+    assert not wide[-1].bias.any()
+    convolutions = [layer for layer in wide.modules() if isinstance(layer, nn.Conv2d)]
+    assert [layer.stride[0] for layer in convolutions] == [1, 1, 1, 1, 2, 1, 2, 2, 1, 2]
+    for layer in convolutions:
+        fan_out = layer.out_channels * layer.kernel_size[0] ** 2
+        assert layer.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.2), "He et al. 2015"
+    assert (DigitNet().dropout, WideResNet().dropout, WideResNet().depth, WideResNet().width) == (0.1, 0.0, 28, 10)
+
+
+@pytest.mark.parametrize(("depth", "near"), [(9, None), (10, None), (11, 10), (15, 10), (17, 16), (18, 16)])
+def test_a_depth_of_a_wide_resnet_is_told_with_the_one_below(depth: int, near: int | None) -> None:
+    if depth == 10:
+        assert WideResNet(depth=depth).depth == 10
+    else:
+        with pytest.raises(InputError, match=f"model.depth={near or 4}$"):
+            WideResNet(depth=depth)
+
+
+@pytest.mark.parametrize("widths", [[], [8], [8, 8], [8, 8, 8, 8]])
+def test_whitenet_has_three_widths(widths: list[int]) -> None:
+    with pytest.raises(InputError, match=r"expected three numbers, a block each: model\.widths=\[64,256,256\]"):
+        WhiteNet(widths=widths)
+
+
+@pytest.mark.parametrize("pretrained", [True, "auto"])
+def test_a_sketch_takes_no_weights_no_memory_and_no_random_numbers(pretrained: bool | str) -> None:
+    option = Timm(name="resnet18.a1_in1k", pretrained=pretrained)
+    before = torch.get_rng_state()
+    assert {parameter.device.type for parameter in sketch(option, 3, (3, 32, 32)).parameters()} == {"meta"}
+    assert torch.equal(torch.get_rng_state(), before)
+    assert without_weights(option).pretrained is False
+    assert option.pretrained == pretrained
+    for plain in (BasicNet(), Timm(name="resnet18")):
+        assert without_weights(plain) is plain
+
+
+def test_options_of_a_model_of_timm_reach_it_and_those_that_are_not_chosen_do_not() -> None:
+    assert Timm(name="resnet18", drop_rate=0.3).build(2, (3, 32, 32)).drop_rate == 0.3
+    assert sketch(Timm(name="vgg11"), 2, (3, 32, 32)), "it takes no rate of stochastic depth"
+    assert Timm(name="resnet18").has_usual_size
+    changed = Timm(name="vit_tiny_patch16_224", options={"img_size": 32})
+    assert not changed.has_usual_size
+    with pytest.raises(InputError, match="cannot be built for images of 3x64x64"):
+        changed.build(2, (3, 64, 64))
+    assert [fields.rule_of(Timm, "pretrained").fits(value) for value in (True, False, "auto", "best")] == [
+        *[True] * 3,
+        False,
+    ]
+
+
+def test_an_option_or_a_tag_that_is_misspelt_is_told_with_those_that_there_are() -> None:
+    with pytest.raises(InputError, match=r"model\.options\.aa does not .*; remove it\.$"):
+        Timm(name="resnet18", options={"zero_init": 1, "aa": 1}).check()
+    with pytest.raises(
+        InputError, match=r"model\.options\.block_arg does not .*; remove it\. Did you mean 'block_args"
+    ):
+        Timm(name="resnet18", options={"block_arg": 1}).check()
+    none = next(name for name in models_of(TIMM) if not timm.list_pretrained(f"{name}.*"))
+    with pytest.raises(InputError, match=rf"but timm has no such weights of {none}\.$"):
+        Timm(name=f"{none}.mine").check()
+    with pytest.raises(InputError, match=r"which timm does not have\. Did you mean 'resnet50d', "):
+        Timm(name="resnet50dd.a1_in1k").check()
+    Timm(name="resnet18.a1_in1k").check()
+    published = {name: Timm(name=name).has_published() for name in ("resnet18", "resnet18.a1_in1k", none)}
+    assert published == {"resnet18": True, "resnet18.a1_in1k": True, none: False}
+
+
+def test_the_options_of_networks_are_those_of_classes_of_classifiers_without_our_own_keys() -> None:
+    own = {"num_classes", "in_chans", "drop_rate", "drop_path_rate", "device", "dtype", "self", "kwargs", "args"}
+    for name in ("resnet18", "efficientnet_b0", "vit_tiny_patch16_224"):
+        options = network_options(name)
+        assert not options & own, name
+        assert {"bn_eps", "bn_momentum", "bn_tf"} <= options
+    assert "block_args" in network_options("resnet18")
+    assert "inplanes" not in network_options("resnet18"), "an argument of its blocks"
+
+
+def test_a_library_that_fails_is_told_with_the_remedies_the_size_first() -> None:
+    def fails() -> nn.Module:
+        raise ValueError("odd\nand long")
+
+    def refuses() -> nn.Module:
+        raise InputError("of ours")
+
+    begin = "model=mine with its published weights cannot be built for images of 3x9x8 (ValueError: odd); "
+    size, weights = "use dataset.input_size=8, the size that it was made for", "model.pretrained=false starts from"
+    for usual, pretrained, says in (
+        (8, True, f"{begin}{size}; {weights} random weights"),
+        (None, True, f"{begin}{weights} random weights"),
+        (8, False, begin.replace(" with its published weights", "") + size),
+        (None, False, begin.replace(" with its published weights", "").removesuffix("; ")),
+    ):
+        with pytest.raises(InputError) as caught:
+            built(fails, (3, 9, 8), name="mine", usual=usual, pretrained=pretrained)
+        assert str(caught.value) == says
+    with pytest.raises(InputError, match=r"^of ours$"):
+        built(refuses, (3, 8, 8), name="mine", usual=8, pretrained=False)
+    with torch.device("meta"):
+        assert built(OfOneSize, (3, 9, 9), name="mine", usual=8, pretrained=False), "a sketch is not tried"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable as Function
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_trainer import fitted, network, trainer_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.core.observer import Callback, TrainingRun
 from lockstep.core.world import World
 from lockstep.optim.sam import SAM
 from lockstep.training.moments import Callbacks, Moments
 from lockstep.training.train_state import Progress
+from lockstep.training.train_step import StepListener
 from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
 
@@ -78,6 +80,18 @@ def test_each_moment_comes_at_its_step_whether_an_evaluation_is_the_best_or_not(
     assert events[0] == ("eval", 2, True), "the first one is the best so far"
 
 
+def test_callbacks_take_none_of_a_steps_calls_from_its_listener() -> None:
+    names = [field.name for field in fields(StepListener)]
+    calls = list[str]()
+    listener = StepListener(**{name: lambda *_, name=name: calls.append(name) for name in names})
+    moments = told_by(Told(), steps=4).moments
+    assert moments is not None
+    for own in (listener, moments.listening(listener)):
+        for name in names:
+            getattr(own, name)(*[torch.zeros(1)] * {"record": 4, "log": 2}.get(name, 0))
+    assert calls == names * 2
+
+
 def test_an_epoch_without_an_evaluation_ends_too() -> None:
     watch = Told()
     fitted(told_by(watch, steps=5, every={**LATER, "eval_every": 9}))
@@ -103,6 +117,16 @@ def test_a_step_has_its_own_losses_and_outputs_and_their_mean_over_the_examples(
     fitted(told_by(Told(look), steps=3, micro_batches=3))
     assert [(step, sizes) for step, sizes, *_ in seen] == [(1, [2, 3, 3]), (2, [0, 1, 1]), (3, [2, 3, 3])]
     assert [float(loss) for *_, loss, _ in seen] == [float(mean) for *_, mean in seen]
+
+
+def test_a_step_of_a_rank_without_examples_has_no_loss_and_the_rate_is_that_of_the_first_group() -> None:
+    first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}]
+    nothing: Any = {"folder": Path(), "config": {}, "plan": None, "world": None, "model": None, "log": print}
+    run = TrainingRun(**nothing, optimizer=torch.optim.SGD(groups))
+    assert (run.lr, run.loss, run.reason) == (0.5, 0, "")
+    run.losses, run.outputs = [torch.tensor(0.0)], [torch.zeros(0, 3)]
+    assert float(run.loss) == 0
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,20 @@ from lockstep.core.model_card import CLASSES
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.run import Run
 from lockstep.core.tags import (
+    FIGURES,
     Direction,
+    Figure,
     Monitor,
+    chosen_on_itself,
     direction_in,
     direction_of,
+    figure_name,
+    figure_parts,
     figure_text,
     job_directions,
     monitor_of,
+    name_of_tag,
+    part_words,
     tagged,
 )
 from lockstep.inference.predictor import load_predictor
@@ -116,6 +123,14 @@ def test_the_usual_monitor_of_each_task_is_a_figure_of_it() -> None:
         assert Monitor.parse(cls.monitor).name in (*cls.counted, *own)
 
 
+def test_a_metric_that_the_user_chooses_replaces_the_one_of_its_name_that_the_task_has() -> None:
+    for cls in classes_of("task").values():
+        own, added = components.metrics_of(cls, {}), {"more": METRICS["theirs"]}
+        chosen = dict.fromkeys(own, METRICS["theirs"]) | added
+        assert components.metrics_of(cls, chosen) == chosen
+        assert [*components.metrics_of(cls, added)] == [*own, *added]
+
+
 def test_the_direction_of_a_figure_is_known_by_any_of_its_names() -> None:
     known = job_directions(Monitor("f1"), ("top1", "top5"), METRICS, {"my/gap": Direction.minimize})
     falling = ("loss", "loss/val", "loss/val_ema", "test/loss", "error", "metric/error", "error/cat", "test/error")
@@ -136,6 +151,8 @@ def test_every_figure_has_its_tag() -> None:
     assert Monitor("loss").tags == ("loss/val_ema", "loss/val")
     assert Monitor("f1/cat").tags == ("metric/f1/cat",)
     assert [figure_text("top1", 98.611), figure_text("loss", 0.04213)] == ["98.61 % top-1", "loss 0.04213"]
+    spreads = figure_text("top5", 98.611, 0.0), figure_text("f1/cat", 0.123456, 0.05)
+    assert spreads == ("98.61 ± 0.00 % top-5", "f1/cat 0.1235 ± 0.05")
 
 
 @pytest.mark.parametrize("words", [("monitor=loss",), ("monitor=loss", "train.ema=0.5"), ("monitor=-top1",)])
@@ -250,3 +267,63 @@ def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(stop: in
 
 def test_a_tag_is_unicode_also_for_a_class_whose_folder_has_bytes_that_are_no_text() -> None:
     assert tagged({"f1/ow\udcffl": 0.5, "loss": 1.0}) == {"metric/f1/ow\\udcffl": 0.5, "loss/val": 1.0}
+
+
+def test_the_name_of_a_figure_is_the_same_by_its_tag_and_by_a_monitor_of_either_direction() -> None:
+    names = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5", "f1/cat": "metric/f1/cat"}
+    unnamed = ("loss/train", "perf/img_per_s", "my/gap", "seconds")
+    for name, tag in {**names, **dict(zip(unnamed, unnamed, strict=True))}.items():
+        assert {name_of_tag(f"{sign}{text}") for sign in ("", "-") for text in (name, tag)} == {name}
+
+
+def test_the_value_that_decides_is_that_of_the_averaged_weights_and_may_be_zero() -> None:
+    monitor, falls = Monitor("loss", Direction.minimize), Monitor("f1", Direction.minimize)
+    figures = {"loss/val_ema": 0.0, "loss/val": 0.5, "metric/f1": 0.25}
+    assert (monitor.value_in(figures), falls.value_in(figures), Monitor("top1").value_in(figures)) == (
+        0.0,
+        0.25,
+        None,
+    )
+    assert monitor.value_in({"loss/val_ema": None, "loss/val": 0.5}) == 0.5
+    assert [monitor.gain(value) for value in (0.5, 0.0, float("nan"), None)] == [-0.5, 0.0, None, None]
+    assert [Monitor("top1").gain(value) for value in (0.5, float("nan"))] == [0.5, None]
+
+
+def test_a_figure_has_the_category_and_the_title_of_its_chart_and_tags_of_its_own() -> None:
+    figures = {figure.tag: figure for figure in FIGURES}
+    pages = {"loss/val": "Learning", "metric/": "Learning", "test/": "", "perf/mfu_pct": "Throughput"}
+    pages |= {"cpu/cores": "CPU", "gpu/util/": "GPU", "optim/lr": "Optimisation"}
+    assert {tag: figures[tag].page for tag in pages} == pages
+    assert [figures["gpu/util/"].title, figures["optim/lr"].title] == ["GPU utilisation, %", "Learning rate"]
+    tags = ("loss/val", "loss/val_ema", "loss/value", "gpu/util/0", "gpu/util", "gpu/utilisation")
+    assert [tag for tag in tags if Figure("loss/val", "").covers(tag)] == ["loss/val"]
+    assert [tag for tag in tags if Figure("gpu/util/", "").covers(tag)] == ["gpu/util/0"]
+
+
+def test_figures_and_parts_of_the_time_in_words() -> None:
+    words = {"data": "waiting for data", "host_to_device": "host to device", "forward": "forward"}
+    assert {part: part_words(part) for part in words} == words
+    names = {
+        "top1": "val top-1",
+        "top5": "val top-5",
+        "loss": "val loss",
+        "calibration_error": "val calibration error",
+    }
+    assert {name: figure_name(name) for name in names} == names
+    texts = {"top1": "12.35 % top-1", "calibration_error": "12.35 % calibration error", "f1": "f1 12.35"}
+    assert {name: figure_text(name, 12.3456) for name in texts} == texts
+    assert [figure_parts("f1", value)[0] for value in (0.00012345, 123456.0, 0.0)] == ["0.0001234", "1.235e+05", "0"]
+    assert figure_text("f1", 0.5, 0.0) == "f1 0.5 ± 0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "override"),
+    [
+        (("val_share", "test_share"), " (dataset.test_share=0.1)"),
+        (("test_share",), " (dataset.test_share=0.1)"),
+        (("path", "val_share"), " (dataset.val_share=0.1)"),
+        (("path",), ""),
+    ],
+)
+def test_a_test_split_is_proposed_where_the_data_can_have_one(keys: tuple[str, ...], override: str) -> None:
+    assert chosen_on_itself(keys).endswith(f"a test split gives an honest one{override}")

@@ -1,11 +1,14 @@
 """Muon: orthogonal updates for matrices, Nesterov steps for all other parameters, the same decay for both."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
 from torch import nn
 
 from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
+from lockstep.optim.optimizers import AdamW
 from lockstep.training.train_step import set_learning_rate
 
 pytestmark = pytest.mark.numerics
@@ -142,3 +145,51 @@ def test_a_fixed_norm_and_decay_go_together() -> None:
     train(model, Muon(**options).build(model), steps=1, lr=0.1)
     for at in (0, 3, 5):
         assert model[at].weight.norm().item() == pytest.approx(0.95 * len(model[at].weight) ** 0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9), (1, 9, 4), (3, 5, 5)])
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_each_singular_value_goes_through_jordans_polynomial(shape: tuple[int, int, int], iterations: int) -> None:
+    matrices = torch.randn(shape, dtype=torch.float64)
+    result = newton_schulz(matrices, iterations)
+    for matrix, actual in zip(matrices, result, strict=True):
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        values = values / values.norm()
+        for _ in range(iterations):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        torch.testing.assert_close(actual, left @ values.diag() @ right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_group_without_a_gradient_stands_still_and_the_groups_behind_it_step() -> None:
+    model = network()
+    optimizer = Muon(lr=0.1, weight_decay=0.1).build(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    first, *behind = optimizer.param_groups
+    for group in behind:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    still = {id(parameter) for parameter in first["params"]}
+    for parameter, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, was) == (id(parameter) in still)
+
+
+def test_the_rate_may_be_a_tensor_and_the_steps_go_downhill() -> None:
+    steps = list[list[torch.Tensor]]()
+    for rate in (0.125, torch.tensor(0.125, dtype=torch.float64)):
+        model = network()
+        optimizer = Muon(lr=0.125, weight_decay=0.5).build(model)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        train(model, optimizer, steps=2)
+        steps.append([*model.parameters()])
+    for number, tensor in zip(*steps, strict=True):
+        torch.testing.assert_close(number, tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_rate_of_its_own_the_head_has_that_of_the_matrices() -> None:
+    model = network()
+    groups = Muon(lr=0.1, head_lr=None, bias_lr=0.4).build(model).param_groups
+    scales = {id(parameter): group["scale"] for group in groups for parameter in group["params"]}
+    assert (scales[id(model[7].weight)], scales[id(model[0].weight)], scales[id(model[7].bias)]) == (1, 1, 4)
+    assert replace(Muon().usual, lr=1.0) == replace(AdamW().usual, lr=1.0)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.errors import InputError
+from lockstep.core import observer
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Observer
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -113,3 +114,123 @@ def test_a_resume_cuts_the_samples_of_each_rank_that_is_gone_once(
     assert sorted(files) == [(run.rank_samples(other), 6) for other in cut]
     job.telemetry.samples = False
     assert build_observers._samples(job, run, place, Progress(step=6)) is None
+
+
+def test_every_run_is_read_by_the_packages_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("lockstep.nothing.listener", "lockstep.report.listener", "no_such_package.listener")
+    monkeypatch.setattr(observer, "LISTENERS", names)
+    assert [listener.__module__ for listener in observer.listeners()] == ["lockstep.report.listener"]
+
+
+def test_a_run_has_the_name_of_its_folder(tmp_path: Path) -> None:
+    facts: Any = {"plan": None, "step": 0, "after": 0.0, "config": {}, "hyperparameters": {}}
+    info = observer.RunInfo(run_dir=RunDir(tmp_path / "run"), **facts)
+    assert (info.folder, info.name) == (tmp_path / "run", "run")
+
+
+class Facts(Observer):
+    """Knows something at the end of a run, and fails if it is told to."""
+
+    commands = ("look at a",)
+
+    def __init__(self, facts: Mapping[str, Any], error: Exception | None = None) -> None:
+        self.facts, self.error = facts, error
+
+    def findings(self, evidence: Any) -> Mapping[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {**self.facts, "of": evidence}
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        assert isinstance(scalars, dict)
+        scalars.clear()
+
+
+def test_the_findings_and_the_commands_of_all_observers_are_together() -> None:
+    one, other = Facts({"a": 1, "b": 1}), Facts({"b": 2, "c": 2})
+    other.commands = ("look at b", "look at c")
+    observers = Observers(one, other)
+    assert observers.findings(7) == {"a": 1, "b": 2, "c": 2, "of": 7}
+    assert observers.commands == ["look at a", "look at b", "look at c"]
+    assert Observers().findings(7) == {}
+
+
+def test_what_an_observer_does_to_its_figures_the_next_one_does_not_see() -> None:
+    writing = Writing()
+    Observers(Facts({}), writing).write(3, {"loss/train": 0.5})
+    assert writing.calls == [(3, {"loss/train": 0.5})]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    "error", [InputError("a sentence"), LockstepError("a sentence"), ZeroDivisionError("odd")], ids=repr
+)
+def test_an_error_of_a_users_observer_has_its_line_and_one_of_ours_its_traceback(
+    ours: bool, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_observers, "is_ours", lambda cls: ours)
+    monkeypatch.setattr(build_observers, "option_name", lambda cls: cls.__name__.lower())
+    line = Facts.findings.__code__.co_firstlineno + 2
+    with pytest.raises(type(error) if ours else LockstepError) as raised:
+        Observers(Facts({}, error)).findings(7)
+    if ours or isinstance(error, LockstepError):
+        assert raised.value is error
+    else:
+        sentence = f"{__file__}:{line}: logger facts: findings raised ZeroDivisionError: odd"
+        assert str(raised.value) == sentence
+
+
+def test_every_moment_reaches_every_observer_with_its_values() -> None:
+    calls = list[Any]()
+    moments: dict[str, tuple[Any, ...]] = {
+        "first_batch": ("micro", "images"),
+        "write_gpu": (3, {"gpu": 1.0}),
+        "evaluated": (3, {"top1": 1.0}, True),
+        "predicted": ("predictions",),
+        "saved": (3, Path("step")),
+        "completed": ({"status": "completed"},),
+    }
+
+    def observer(number: int) -> Any:
+        return SimpleNamespace(
+            **{name: lambda *values, name=name: calls.append((number, name, values)) for name in moments}
+        )
+
+    observers = Observers(observer(1), observer(2))
+    for name, values in moments.items():
+        getattr(observers, name)(*values)
+    assert calls == [(number, name, values) for name, values in moments.items() for number in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("size", "whole", "one_pass", "graph", "micro_batches", "divided", "reduces"),
+    [
+        (1, True, True, False, 1, True, False),
+        (1, True, True, False, 4, True, False),
+        (2, True, True, False, 4, True, True),
+        (2, True, False, False, 1, False, True),  # a rank has other micro-batches at the same time
+        (1, True, False, False, 1, True, False),
+        (1, True, True, True, 1, False, False),  # a replay calls no hook
+        (2, False, True, False, 1, True, False),
+        (2, False, True, False, 2, False, False),  # hooks of a sharded model are called elsewhere
+    ],
+)
+def test_a_step_is_divided_where_its_parts_can_be_told_apart(
+    size: int,
+    whole: bool,
+    one_pass: bool,
+    graph: bool,
+    micro_batches: int,
+    divided: bool,
+    reduces: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build_observers, "TimeSpent", lambda *values, **named: (values, named))
+    job: Any = SimpleNamespace(
+        strategy=SimpleNamespace(whole_model=whole, one_pass=one_pass), train=SimpleNamespace(cuda_graph=graph)
+    )
+    world: Any = SimpleNamespace(size=size, device="a device")
+    plan: Any = SimpleNamespace(micro_batches=micro_batches, log_every=7)
+    state: Any = SimpleNamespace(model="model")
+    times: Any = build_observers._times(job, world, plan, state, Progress(step=5))
+    assert times == (("model" if divided else None, "a device"), {"reduces": reduces, "period": 7, "first": 5})

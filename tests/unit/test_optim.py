@@ -1,10 +1,12 @@
 """Optimizers: weight decay, learning rates by layer, and the average of the weights."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import timm
 import torch
+from timm.optim import get_optimizer_info
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -167,3 +169,108 @@ def test_an_optimizer_that_loses_the_scale_of_its_groups_is_refused() -> None:
 
     with pytest.raises(InputError, match=r"optimizer=flat cannot be built: make\(\) has to pass on the `scale`"):
         Flat().build(network())
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), ValueError("odd"), AssertionError("odd")], ids=repr)
+def test_whatever_a_library_raises_for_a_value_is_the_users_mistake(error: Exception) -> None:
+    class Odd(OptimizerOption):
+        def make(self, groups: Any) -> torch.optim.Optimizer:
+            raise error
+
+    with pytest.raises(InputError, match="optimizer=odd cannot be built: odd"):
+        Odd().build(network())
+
+
+@pytest.mark.parametrize("cls", [SGD, Adam, AdamW, Timm])
+def test_every_optimizer_refuses_half_a_choice_of_look_ahead(cls: Any) -> None:
+    with pytest.raises(InputError, match=r"lookahead_alpha is 0\.8, but optimizer\.lookahead is null"):
+        cls(lookahead_alpha=0.8)
+    ahead = cls(lr=0.1, lookahead=3, lookahead_alpha=0.8).build(network())
+    assert (ahead.k, ahead.alpha) == (3, 0.8)
+
+
+@pytest.mark.parametrize("betas", [[], [0.9], [0.9, 0.99, 0.999]])
+def test_adam_has_two_betas(betas: list[float]) -> None:
+    with pytest.raises(
+        InputError, match=r"optimizer.betas is .*, expected two numbers: optimizer.betas=\[0.9,0.999\]"
+    ):
+        AdamW(betas=betas)
+
+
+@pytest.mark.parametrize(
+    ("opt", "momentum", "refused"),
+    [
+        ("adagrad", 0.5, True),
+        ("adagrad", 0.9, False),
+        ("sgd", 0.5, False),
+        ("sgd", 0.0, False),
+        ("csgdw", 0.5, False),
+        ("rmsprop", 0.5, False),
+    ],
+)
+def test_a_momentum_is_for_optimizers_of_timm_that_have_one(opt: str, momentum: float, refused: bool) -> None:
+    has_one = get_optimizer_info(opt).has_momentum
+    assert refused == (momentum != 0.9 and not has_one), "timm says so"
+    if refused:
+        with pytest.raises(InputError, match=f"optimizer.momentum is {momentum}, but optimizer.opt={opt} has none"):
+            Timm(opt=opt, momentum=momentum)
+    else:
+        assert Timm(opt=opt, momentum=momentum).algorithm == opt
+
+
+@pytest.mark.parametrize(
+    ("opt", "lr", "batch", "power"),
+    [
+        ("sgd", 0.1, 256, 1),
+        ("momentum", 0.1, 256, 1),
+        ("nesterov", 0.1, 256, 1),
+        ("csgdw", 0.1, 256, 1),
+        ("adamw", 1e-3, 64, 0.5),
+        ("lion", 1e-4, 64, 0.5),
+        ("clion", 1e-4, 64, 0.5),
+        ("adafactor", 1e-3, 64, 0.5),
+    ],
+)
+def test_the_usual_rate_of_an_optimizer_of_timm_is_that_of_its_kind(
+    opt: str, lr: float, batch: int, power: float
+) -> None:
+    usual = Timm(opt=opt).usual
+    assert (usual.lr, usual.batch, usual.power) == (lr, batch, power)
+    assert usual.at(4 * batch) == pytest.approx(lr * 4**power)
+
+
+def test_an_optimizer_that_is_not_installed_has_the_rate_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = get_optimizer_info("adamw")
+    monkeypatch.setattr(
+        "timm.optim.get_optimizer_info", lambda name: dataclasses.replace(info, opt_class="no.such.Class")
+    )
+    assert Timm(opt="adamw").usual == Adam().usual
+
+
+def test_the_first_group_is_that_which_decays_and_its_rate_is_logged() -> None:
+    for bias_first in (False, True):
+        model: Any = nn.Linear(2, 2)
+        if bias_first:
+            weight = model.weight
+            del model.weight
+            model.register_parameter("weight", weight)
+        first, second = SGD(lr=1.0, weight_decay=0.1).groups(model)
+        assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momenta_are_there_before_the_first_step(momentum: float, nesterov: bool) -> None:
+    if nesterov and not momentum:
+        return
+    optimizer = SGD(lr=0.1, momentum=momentum, nesterov=nesterov).build(network())
+    buffers = [entries["momentum_buffer"] for entries in optimizer.state.values()]
+    assert len(buffers) == (6 if momentum else 0)
+    assert not any(buffer.any() for buffer in buffers)
+
+
+def test_a_network_of_which_only_the_head_is_trained_has_one_rate_under_layer_decay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    groups = AdamW(layer_decay=0.5).groups(model)
+    assert {group["scale"] for group in groups} == {1.0}

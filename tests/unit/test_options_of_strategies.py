@@ -233,3 +233,10 @@ def test_ranks_may_stop_between_two_micro_batches_and_not_behind_the_last(strate
     )
     expected = [call for at in range(number) for call in (f"forward {at}", "backward", "between")]
     assert calls == expected[:-1]
+
+
+def test_fsdp_counts_the_formats_of_frozen_parameters_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).half().requires_grad_(False), nn.Linear(2, 2))
+    says = r"this model has 2 formats \(float16, float32\); use precision=bf16 or precision=fp32$"
+    with pytest.raises(InputError, match=says):
+        FSDP().shard(model, world(2), FP32(), EXAMPLE[0])

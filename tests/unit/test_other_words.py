@@ -132,6 +132,23 @@ def test_a_key_of_the_job_that_is_typed_in_a_block_is_found(key: str) -> None:
     assert f" Did you mean '{key.partition('.')[2]}'" in str(messages.translate(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("typed", "key", "meant"),
+    [
+        ("train.mixpu=0.2", "train.mixpu", "train.mixup=0.2"),
+        ("train.mixpu.x=0.2", "train.mixpu", "'train.mixup'"),  # the value is of another key
+        ("epochs=3", "train.mixpu", "'train.mixup'"),  # the key comes from a file
+        ("trian.mixup=0.2", "trian", "train.mixup=0.2"),  # Hydra names the block alone
+    ],
+)
+def test_a_proposed_key_has_the_value_that_was_typed_for_it(
+    typed: str, key: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", typed])
+    sentence = messages._no_such_key(key, ["train.mixup", "train.cutmix", "epochs"])
+    assert sentence == f"{key}: there is no such key in the config. Did you mean {meant}?"
+
+
 def test_a_word_without_a_counterpart_has_a_sentence() -> None:
     for words in ABSENT:
         for word in words.split():

@@ -46,14 +46,16 @@ def as_floats(dtype: Any) -> Any:
             np.frombuffer(PIXELS.tobytes(), np.uint8).reshape(PIXELS.shape),
         ),
         *(as_floats(np.float16), as_floats(np.float32), as_floats(np.float64), torch.from_numpy(as_floats("f4"))),
+        *(np.asfortranarray(as_floats("f4")), torch.from_numpy(as_floats("f4")).requires_grad_()),
     ],
-    ids=["uint8", "tensor", "strides", "bytes", "f2", "f4", "f8", "float tensor"],
+    ids=["uint8", "tensor", "strides", "bytes", "f2", "f4", "f8", "float tensor", "Fortran", "with a gradient"],
 )
 def test_images_of_any_kind_are_the_same_bytes(images: Any) -> None:
     own = source(images)
     assert own.train().images.dtype == torch.uint8
     assert torch.equal(own.train().images, torch.from_numpy(PIXELS))
     assert own.fingerprint() == source().fingerprint()
+    assert [own.train().content(index) for index in range(12)] == [image.tobytes() for image in PIXELS]
 
 
 def test_booleans_are_black_and_white() -> None:
@@ -83,6 +85,7 @@ def test_floats_become_the_nearest_bytes(off: float) -> None:
         (torch.from_numpy(PIXELS).long(), "is int64, expected uint8"),
         (PIXELS.astype(np.float32), "has floats from 0 to 255, expected 0 to 1; leave out a Normalize"),
         (as_floats("f4") - 0.5, "has floats from -0.5 to 0.5, expected 0 to 1"),
+        (as_floats("f4") * 1.01, "has floats from 0 to 1.01, expected 0 to 1"),
         (np.full(PIXELS.shape, np.nan), "has floats from nan to nan, expected 0 to 1"),
         (
             PIXELS.transpose(0, 2, 3, 1),
@@ -100,7 +103,8 @@ def test_other_images_are_refused_in_one_sentence(images: Any, says: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
 def test_labels_of_any_width_are_int64(dtype: str) -> None:
-    for labels in (KINDS.astype(dtype), torch.from_numpy(KINDS.astype(dtype)), KINDS.astype(dtype).tolist()):
+    own = KINDS.astype(dtype)
+    for labels in (own, torch.from_numpy(own), own.tolist(), np.frombuffer(own.tobytes(), own.dtype)):
         numbers = source(labels=labels).train().labels
         assert numbers.dtype == torch.int64
         assert numbers.tolist() == KINDS.tolist()
@@ -118,9 +122,13 @@ def test_numbers_of_labels_and_values_are_float32(kind: str, dtype: str) -> None
     ("labels", "kind", "says"),
     [
         (KINDS / 1, "classes", "the classes of the training split are float64 (12,), expected integers (N,)"),
+        (KINDS > 0, "classes", "are bool (12,), expected integers (N,)"),
         (["cat"] * 12, "classes", "are <U3 (12,), expected integers (N,)"),
         (KINDS + 5, "classes", "example 0 of the training split has label 5, expected 0 to 1"),
-        (KINDS, "labels", "expected floats (N, 2)"),
+        *(
+            (KINDS, kind, f"the {kind} of the training split are float32 (12,), expected floats (N, 2)")
+            for kind in ("labels", "values")
+        ),
         (SHARES + 5, "labels", "expected shares from 0 to 1"),
         ([[1], [1, 2]], "values", "are no array ("),
     ],
@@ -158,15 +166,19 @@ def test_the_number_of_classes_is_their_names_or_is_asked_for() -> None:
     [
         (KeyError("x"), r"Own.read raised KeyError: 'x' \(test_own_arrays.py, line \d+\)"),
         (None, "Own.read returns NoneType"),
+        *(((PIXELS, KINDS, 1)[:number], r"Own.read returns tuple, expected \(images, labels\)") for number in (1, 3)),
     ],
+    ids=["raises", "nothing", "one", "three"],
 )
 def test_what_read_does_wrong_is_one_sentence(result: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(self: Any, train: bool) -> Any:
-        if result is None:
-            return result
-        raise result
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     own = source()
     monkeypatch.setattr(type(own), "read", read)
     with pytest.raises(InputError, match=f"dataset: {sentence}"):
         own.train()
+    monkeypatch.setattr(type(own), "read", lambda self, train: [PIXELS, KINDS])
+    assert len(own.train()) == 12

@@ -3,22 +3,27 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import lockstep
 from helpers import FAKE, built, resolved
 from lockstep.core.batch import Batch
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, shown
+from lockstep.core.figures import check_declared, check_figures, figures_of, is_of_option
 from lockstep.core.model import UpdateScope, blocks, head_parameters
+from lockstep.core.model_card import CLASSES, ModelCard
 from lockstep.core.protocols import Loss
 from lockstep.core.world import World
 from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
-from lockstep.losses import BCE, MSE, CrossEntropy, MaskedLoss
+from lockstep.job.validate import check_targets, named_objects
+from lockstep.losses import BCE, MSE, CrossEntropy, MaskedLoss, check_losses
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.optim.optimizers import OptimizerOption, UsualRate
 from lockstep.strategy import DDP, FSDP, Pipeline, ZeRO
@@ -26,7 +31,7 @@ from lockstep.strategy.base import Single
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.training import own_losses
 from lockstep.training.network import frozen_names, recompute_blocks
-from lockstep.training.objects import LossObject, ModelObject
+from lockstep.training.objects import LossObject, ModelObject, digest
 from lockstep.training.resolved_job import card_of
 from lockstep.training.train_state import build_loss, ready_task
 
@@ -200,6 +205,27 @@ def test_a_task_that_returns_a_mean_is_refused_and_none_of_ours_is_tried(monkeyp
         tried(loss=loss, task=task)
 
 
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_task_is_tried_as_it_is_once_it_is_ready(beside: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Readied(OwnTask):
+        once_ready: str = "nothing"
+
+        def ready(self, card: ModelCard, device: torch.device) -> Self:
+            return replace(self, beside=self.once_ready)
+
+    tried(task=Readied(beside=beside))
+    with pytest.raises(InputError, match=f"task=Readied {MIXES}"):
+        tried(task=Readied(beside="nothing", once_ready=beside))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1), (1, 4), (2, 2), (4, 4), (3,), (5,), (0,)])
+def test_one_loss_for_each_example_has_no_other_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=rf"it gives a tensor of shape {re.escape(str(shape))} for 4 examples"):
+        check_losses("it", torch.zeros(shape), 4)
+    check_losses("it", torch.zeros(4), 4)
+
+
 def test_modules_that_a_program_gives_are_trained_in_copies() -> None:
     net, loss = nn.Linear(2, 2), nn.CrossEntropyLoss(reduction="none")
     copies = (
@@ -211,3 +237,84 @@ def test_modules_that_a_program_gives_are_trained_in_copies() -> None:
         copied.eval().half()
         assert original.training
     assert net.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("first", "second"), [("my/a", "my/a"), ("-my/a", "my/a"), ("my/a", "-my/a")])
+@pytest.mark.parametrize("between", [(), ("other/b", "my/aa")])
+def test_two_options_cannot_have_one_figure_whatever_its_direction(
+    first: str, second: str, between: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError, match=f"^logger: another option has the figure '{second}', too; rename it"):
+        check_figures([("task", [first, *between]), ("logger", [second])])
+    check_figures([("task", [first, *between]), ("logger", [f"{second}2", "-more/c"])])
+
+
+def test_an_object_and_a_callback_of_the_config_cannot_have_one_figure() -> None:
+    class Mine(lockstep.Callback):
+        figures: ClassVar[tuple[str, ...]] = ("my/a",)
+
+    class Other(lockstep.Callback):
+        figures: ClassVar[tuple[str, ...]] = ("my/b",)
+
+    job = replace(resolved(*FAKE), callback={"mine": Mine()})
+    assert [*named_objects(job, [Other()])] == ["Other"]
+    with pytest.raises(InputError, match=r"^callback: another option has the figure 'my/a', too; rename it"):
+        named_objects(job, [Other(), Mine()])
+
+
+def test_a_figure_of_an_option_is_a_tag_that_begins_in_its_own_way() -> None:
+    for name in ("my/a", "-my/a", "my/a/b.c-d", "lossy/a", "my_own-1/2"):
+        check_figures([("task", [name])])
+        assert is_of_option(name.removeprefix("-"))
+    wrong: list[Any] = ["my", "my/", "/a", "my/a b", "m\u00fd/a", "my/\u00e4", "--my/a", "", 3, None]
+    for name in [*wrong, *(f"{page}/a" for page in ("loss", "acc", "metric", "test", "perf", "cpu", "gpu", "optim"))]:
+        with pytest.raises(
+            InputError, match=f"^task: the class has the figure {re.escape(shown(name))}, expected names"
+        ):
+            check_figures([("task", [name])])
+    with pytest.raises(
+        InputError, match=r"^task: the figure 'my/b' is not declared, expected one of my/a, my/c; name"
+    ):
+        check_declared("task", "my/b", ("my/a", "my/c"))
+    with pytest.raises(InputError, match="is not declared, expected one of none; name"):
+        check_declared("task", "my/b", ())
+    own = SimpleNamespace(figures=("my/a", "-my/b"))
+    assert figures_of(own, SimpleNamespace(figures=("-my/c",))) == {
+        "my/a": "maximize",
+        "my/b": "minimize",
+        "my/c": "minimize",
+    }
+    assert not is_of_option("loss/val")
+
+
+@pytest.mark.parametrize("group", ["task", "callback", "logger"])
+@pytest.mark.parametrize("figure", ["loss/mine", "mine", "other/b"])
+def test_a_figure_that_is_no_tag_or_of_two_options_is_refused_before_the_run(group: str, figure: str) -> None:
+    free = {name: SimpleNamespace(figures=(f"{name}/a",), targets=CLASSES) for name in ("task", "callback", "logger")}
+
+    def checked(parts: dict[str, Any]) -> None:
+        components = {
+            name: {"other": SimpleNamespace(figures=()), "mine": parts[name]} for name in ("callback", "logger")
+        }
+        components["callback"]["other"] = SimpleNamespace(figures=("other/b",))
+        check_targets(replace(resolved("device=cpu"), task=parts["task"], **components))
+
+    checked(free)
+    with pytest.raises(InputError, match=f"the figure '{figure}'"):
+        checked({**free, group: SimpleNamespace(figures=(f"{group}/a", figure), targets=CLASSES)})
+
+
+def test_the_identity_of_a_model_from_python_sees_each_of_its_tensors_and_its_type() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module.register_buffer("table", torch.zeros(2, 3))
+    digests = {digest(module), digest(module)}
+    for name in module.state_dict():
+        changed = {key: value + (key == name) for key, value in module.state_dict().items()}
+        other = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        other.register_buffer("table", torch.zeros(2, 3))
+        other.load_state_dict(changed)
+        digests.add(digest(other))
+    for table in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32)):
+        module.table = table
+        digests.add(digest(module))
+    assert len(digests) == 1 + len(module.state_dict()) + 2

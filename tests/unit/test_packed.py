@@ -58,6 +58,18 @@ def target(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_run_is_evaluated_on_val_and_tested_on_test_of_what_was_packed(tmp_path: Path) -> None:
+    for split, count in (("train", 4), ("val", 2), ("exam", 3)):
+        (tmp_path / "photos" / split / "cat").mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (8, 8)).save(tmp_path / "photos" / split / "cat" / f"{number}.png")
+    assert pack(Folder(path=str(tmp_path / "photos"), decode_size=8, test_folder="exam"), tmp_path / "target") == []
+    dataset = Packed(path=str(tmp_path / "target"))
+    test = dataset.test()
+    assert test is not None
+    assert (len(dataset.train()), len(dataset.eval()), len(test)) == (4, 2, 3)
+
+
 def jobs(root: Path, folder: Folder, target: Path) -> list[Case]:
     """A run on the folder, and a run on its packed images with each loader."""
     common = ("batch=32", "steps=7", "telemetry.samples=true", "augment=crop_flip", "model=linear")

@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep.core.errors import InputError
 from lockstep.precision import BF16, FP16, FP32, FP64, TF32, BF16Pure
+from lockstep.runtime.guest import NUMBER_FORMATS, guest
 
 CPU = torch.device("cpu")
 
@@ -79,3 +80,15 @@ def test_only_tf32_shortens_the_products_of_float32() -> None:
         precision.configure()
         assert torch.get_float32_matmul_precision() == name
         assert torch.backends.cudnn.allow_tf32 is cudnn
+
+
+@pytest.mark.parametrize("number", range(len(NUMBER_FORMATS)))
+@pytest.mark.parametrize("chosen", ["ieee", "tf32"])
+def test_a_program_with_the_newer_number_formats_has_them_again_after_a_call(number: int, chosen: str) -> None:
+    with guest():
+        NUMBER_FORMATS[number].fp32_precision = chosen
+        before = [part.fp32_precision for part in NUMBER_FORMATS]
+        for precision in (TF32(), FP32()):
+            with guest():
+                precision.configure()
+            assert [part.fp32_precision for part in NUMBER_FORMATS] == before

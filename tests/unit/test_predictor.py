@@ -6,7 +6,7 @@ import re
 import shutil
 import urllib.request
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,19 @@ import lockstep
 from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.fields import rule_of
 from lockstep.core.model import best_classes
-from lockstep.core.model_card import FITS, METADATA_KEY, MOST_CHARACTERS, VIEWS, ModelCard, TrainedInput
+from lockstep.core.model_card import (
+    FITS,
+    LONGEST_SIDE,
+    METADATA_KEY,
+    MOST_CHANNELS,
+    MOST_CHARACTERS,
+    MOST_CLASSES,
+    VIEWS,
+    ModelCard,
+    TrainedInput,
+)
 from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -33,7 +44,7 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
 from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Prediction, Predictor, load_predictor, run_of
+from lockstep.inference.predictor import Prediction, Predictor, load_predictor, run_of, say_which
 from lockstep.inference.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.precision import FP32, FP64, BF16Pure
 from lockstep.training.resolved_job import load_job
@@ -237,8 +248,15 @@ def test_a_prediction_has_the_class_its_name_and_all_probabilities(of_photos: Ru
         (np.zeros((4, 4, 3), np.float32), r"an image is float32 of shape \(4, 4, 3\), expected uint8"),
         (torch.zeros(4, 4, dtype=torch.uint8), r"an image is uint8 of shape \(4, 4\), expected uint8: an array"),
         (torch.zeros(2, 4, 4, dtype=torch.uint8), "an image has 2 channels, expected 1 or 3"),
+        *(
+            (
+                torch.zeros(shape, dtype=torch.uint8),
+                rf"an image is uint8 of shape \({', '.join(map(str, shape))}\), exp",
+            )
+            for shape in ((0, 4, 4), (3, 0, 4), (3, 4, 0))
+        ),
     ],
-    ids=["missing", "no image", "floats", "two dimensions", "two channels"],
+    ids=["missing", "no image", "floats", "two dimensions", "two channels", "no channel", "no row", "no column"],
 )
 def test_an_invalid_image_is_one_sentence(digits: RunDir, image: Any, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
@@ -341,6 +359,49 @@ def test_a_hostile_description_is_one_sentence(
     assert len(str(caught.value)) < 1000
 
 
+MOST = (MOST_CHANNELS, LONGEST_SIDE, LONGEST_SIDE)
+SHAPES = (
+    [[1, 1, 1], [*MOST]],
+    [[0, 1, 1], [1, 0, 1], [1, 1, 0], [3, 8], [3, 8, 8, 8], [3, 8.0, 8], [3, True, 8], (3, 8, 8), "388"]
+    + [[size + (at == place) for at, size in enumerate(MOST)] for place in range(3)],
+)
+COUNTS = ([1, MOST_CLASSES], [0, -1, 2.0, True, "2", MOST_CLASSES + 1, NAN])
+NODES = ([{"_target_": "a.B"}, {"_target_": "a.B", "width": 1}], [{}, {"_target_": 1}, {"width": 1}, "a.B", ["a.B"]])
+# By key of a description: values that fit, at the ends of the range, and others beside them.
+VALUES_OF_A_CARD: dict[str, tuple[list[Any], list[Any]]] = {
+    **dict.fromkeys(("image_shape", "input_shape"), SHAPES),
+    **dict.fromkeys(("classes", "eval_batch"), COUNTS),
+    **dict.fromkeys(("model", "precision", "loss"), NODES),
+    "trained_on": ([{}, {"a": 1}], [[], "a", 1]),
+    "eval_crop": ([1e-9, 1, 1.0], [0, -0.1, 1.000001, NAN, True, "1"]),
+    "mean": ([[], [-1e6, 0, 1e6]], [[1.1e6], [-1.1e6], [NAN], ["0"], [True], 0.5, "0"]),
+    "std": ([[1e-6, 1e6]], [[0], [0.9e-6], [1.1e6], [NAN], 1]),
+    "class_names": ([[], ["a", ""]], [[1], ["a", None], "ab", {"a": "b"}]),
+    "eval_views": ([1, 2, 6], [0, 3, True, 2.0, "2"]),
+    "lockstep": (["", "1.0", "a" * 100], ["a" * 101, 1.0, None]),
+    "step": ([0, 2**62], [-1, 2**62 + 1, 1.0, True, "1"]),
+    "scores": (
+        [{}, {"loss": -1e300, "top1": 1e300}],
+        [{"top1": NAN}, {"top1": 1e301}, {"top1": "1"}, {"a": True}, [1]],
+    ),
+    "averaged": ([True, False], [0, 1, None, "true"]),
+    "interpolation": (["bilinear", "bicubic"], ["nearest", "", None]),
+    "fit": ([*FITS], ["", None]),
+    "probabilities": (["softmax", "sigmoid"], ["argmax", "", None]),
+    "targets": (["classes", "labels", "values"], ["class", "", None]),
+    "monitor": (["top1", "-loss"], ["a\nb", "a\0b", 1]),
+    "packages": ([{}, {"a": "b"}], [{"a": 1}, {"a\nb": "c"}, {"a": "b\nc"}, ["a"]]),
+}
+
+
+def test_each_key_of_a_description_has_its_own_range() -> None:
+    rules = {field.name: rule_of(ModelCard, field.name) for field in fields(ModelCard)}
+    assert rules.keys() == VALUES_OF_A_CARD.keys()
+    for key, (fitting, wrong) in VALUES_OF_A_CARD.items():
+        assert [value for value in fitting if not rules[key].fits(value)] == [], key
+        assert [value for value in wrong if rules[key].fits(value)] == [], key
+
+
 def test_a_key_of_a_later_version_is_ignored(digits: RunDir) -> None:
     assert ModelCard.parse(changed(digits, another=1)) == ModelCard.parse(changed(digits))
 
@@ -349,6 +410,75 @@ def test_a_file_from_before_the_key_fit_has_centres(digits: RunDir) -> None:
     card = json.loads(changed(digits)[METADATA_KEY])
     assert card.pop("fit") == "crop"
     assert ModelCard.parse({METADATA_KEY: json.dumps(card)}) == ModelCard.parse(changed(digits))
+
+
+REQUIRED = ("image_shape", "input_shape", "eval_crop", "mean", "std", "model", "precision", "loss", "classes")
+REQUIRED += ("class_names", "eval_views", "eval_batch", "trained_on", "lockstep")
+
+
+def test_a_description_is_refused_by_the_first_key_that_it_lacks(digits: RunDir) -> None:
+    card = json.loads(changed(digits)[METADATA_KEY])
+    for gone in sorted(card.keys() - {"format"}):
+        text = json.dumps({key: value for key, value in card.items() if key != gone})
+        if gone in REQUIRED:
+            with pytest.raises(ValueError, match=f"^its description lacks '{gone}'$"):
+                ModelCard.parse({METADATA_KEY: text})
+        else:
+            ModelCard.parse({METADATA_KEY: text})
+    with pytest.raises(ValueError, match=r"^its description lacks 'class_names'$"):
+        ModelCard.parse({METADATA_KEY: "{}"})
+    foreign: list[Any] = [None, "text", [METADATA_KEY], {}, {METADATA_KEY: 1}, {METADATA_KEY: None}]
+    for other in foreign:
+        with pytest.raises(ValueError, match=r"^it does not say what its model is"):
+            ModelCard.parse(other)
+
+
+def test_a_description_has_as_many_characters_as_may_be_and_no_more(digits: RunDir) -> None:
+    text = changed(digits)[METADATA_KEY].ljust(MOST_CHARACTERS)
+    assert ModelCard.parse({METADATA_KEY: text}).classes == 10
+    with pytest.raises(ValueError, match=f"has {MOST_CHARACTERS + 1:,} characters, expected at most 16,777,216"):
+        ModelCard.parse({METADATA_KEY: text + " "})
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"input_shape": [3, 8, 8]}, "have 1, 1 and 1 channels, expected the 3 of its input_shape"),
+        ({"image_shape": [3, 8, 8]}, "have 3, 1 and 1 channels, expected the 1"),
+        ({"mean": [0.5, 0.5]}, "have 1, 2 and 1 channels, expected the 1"),
+        ({"std": [0.5, 0.5]}, "have 1, 1 and 2 channels, expected the 1"),
+    ],
+)
+def test_all_that_a_description_says_of_channels_has_the_same_number(
+    digits: RunDir, values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^its image_shape, mean and std {sentence}"):
+        ModelCard.parse(changed(digits, **values))
+
+
+def test_a_card_says_its_names_and_the_score_that_has_chosen_the_weights(digits: RunDir) -> None:
+    card = replace(ModelCard.parse(changed(digits)), trained_on={"_target_": "a.b.Data", "name": "x"})
+    assert card.data_name == "Data"
+    models: dict[str, dict[str, Any]] = {
+        "Net": {"_target_": "a.b.Net"},
+        "resnet18": {"_target_": "a.Timm", "name": "resnet18"},
+    }
+    models["Other"] = {"_target_": "Other", "name": None}
+    assert {name: replace(card, model=model).model_name for name, model in models.items()} == {
+        name: name for name in models
+    }
+    scores = {"loss": 0.25, "top1": 50.0}
+    monitors = {"-loss": "loss 0.25", "top1": "50.00 % top-1", "f1": ""}
+    assert {name: replace(card, monitor=name, scores=scores).score for name in monitors} == monitors
+    assert replace(card, scores={}).score == ""
+    assert replace(card, classes=3, class_names=()).names == ("0", "1", "2")
+    assert replace(card, classes=2, class_names=("cafe\u0301", "b\udcff")).names == ("caf\u00e9", "b\\udcff")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(card, scores={"f1": NAN}).metadata()
+    usual = {field.name: field.default for field in fields(ModelCard)}
+    assert (usual["averaged"], usual["probabilities"], usual["targets"], usual["monitor"]) == (
+        *(False, "softmax", "classes", "top1"),
+    )
 
 
 def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
@@ -470,3 +600,73 @@ def test_parts_of_any_sizes_together_have_the_figures_of_the_whole(digits: RunDi
     evaluation = evaluated(trials, World.solo())
     assert evaluation is not None
     assert evaluation.figures == pytest.approx(evaluate_split(predictor, whole).figures, rel=1e-5)
+
+
+def test_a_pattern_that_no_shell_expanded_names_files_and_folders_in_order(tmp_path: Path) -> None:
+    names = ("b/2.png", "b/1.npy", "a1.png", "a0.txt", "[x].png", "c/sub/9.JPG", "d/x.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for pattern, channels, expected in (
+        ("[x].png", 3, ["[x].png"]),
+        ("a*", 3, ["a0.txt", "a1.png"]),
+        ("[bc]", 3, ["b/2.png", "c/sub/9.JPG"]),
+        ("[ab]*", 1, ["a0.txt", "a1.png", "b/2.png"]),
+        ("b", 4, ["b/1.npy"]),
+        ("b*", 4, ["b/1.npy"]),
+        ("nowhere.png", 3, ["nowhere.png"]),
+    ):
+        assert files_in(tmp_path / pattern, channels) == [tmp_path / name for name in expected], pattern
+    with pytest.raises(InputError, match=r"no file has a name like .*/z\*$"):
+        files_in(tmp_path / "z*")
+    for channels, kinds in ((3, ".apng, .avif, .bmp"), (2, ".npy, .tif, .tiff)")):
+        with pytest.raises(InputError, match=rf"/d has no images in it \({re.escape(kinds)}"):
+            files_in(tmp_path / "d", channels)
+
+
+@pytest.mark.parametrize(
+    ("node", "data"),
+    [
+        ({"path": "/data/photos", "name": "x"}, "photos (Digits)"),
+        ({"path": "data/list.csv"}, "list.csv (Digits)"),
+        ({"name": "Flowers102", "path": None}, "Flowers102 (Digits)"),
+        ({}, "Digits"),
+        (None, "Digits"),
+        ("photos", "Digits"),
+    ],
+    ids=str,
+)
+def test_a_model_is_named_with_its_run_its_data_and_its_score(
+    digits: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    node: Any,
+    data: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    card = replace(read_card(digits.weights), scores={"top1": 91.5}, monitor="top1", step=7)
+    run = RunDir.at(tmp_path / "outputs" / "one")
+    run.config.write_text("{}")
+    run.composed.write_text(json.dumps({"dataset": node}))
+    say_which(run.weights, card)
+    say_which(run.weights, replace(card, scores={"loss": 1.0}))
+    say_which(tmp_path / "alone.safetensors", card)
+    one, without, alone = capsys.readouterr().err.splitlines()
+    assert one == f"outputs/one: DigitNet, trained on {data}, 91.50 % top-1 at step 7"
+    assert without == f"outputs/one: DigitNet, trained on {data}"
+    assert alone == "alone.safetensors: DigitNet, trained on Digits, 91.50 % top-1 at step 7"
+
+
+def test_no_image_has_no_values_and_blocks_are_those_of_the_evaluation(digits: RunDir) -> None:
+    predictor = lockstep.load(digits.path, device="cpu")
+    assert predictor.values([]).shape == predictor.values(torch.zeros(0, 1, 8, 8, dtype=torch.uint8)).shape == (0, 10)
+    sizes: list[int] = []
+    images = Digits().eval().images[:7]
+    expected = predictor.logits(images)
+    small = replace(predictor, card=replace(predictor.card, eval_batch=3))
+    hook = predictor.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    torch.testing.assert_close(small.values(images), expected)
+    hook.remove()
+    assert sizes == [3, 3, 1]
+    assert not small.values(images).requires_grad

@@ -1,15 +1,22 @@
 """Options that derive from nothing: each has what its protocol has a default for."""
 
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.config import options
 from lockstep.config.options import protocol_of
 from lockstep.config.schema import GROUPS
+from lockstep.core.data_protocols import Shard, Source, splits_of
 from lockstep.core.errors import InputError
+from lockstep.core.model import UpdateScope
 from lockstep.core.world import World
 
 QUESTIONS = {group: [name for name in dir(protocol_of(group)) if name[0] != "_"] for group in GROUPS}
@@ -86,8 +93,200 @@ def test_each_object_of_an_option_has_lists_and_dictionaries_of_its_own(group: s
     assert (other.steps, other.names, own().steps, own().names) == ([1], {"a": 1}, [1], {"a": 1})
 
 
+@pytest.mark.parametrize("group", ["callback", "schedule"])
+def test_each_object_of_an_option_has_the_inner_lists_and_dictionaries_of_its_default_for_itself(group: str) -> None:
+    annotations = {"__annotations__": {"rows": list[list[int]], "names": dict[str, dict[str, int]]}}
+    own = plain(group, rows=[[1]], names={"a": {"b": 1}}, **annotations)
+    one, other = own(), own()
+    one.rows[0].append(2)
+    one.names["a"]["b"] = 2
+    for untouched in (other, own()):
+        assert (untouched.rows, untouched.names) == ([[1]], {"a": {"b": 1}})
+
+
 def test_the_preprocessing_of_a_data_set_has_all_that_it_says() -> None:
     values = {"image_shape": (3, 9, 8), "input_shape": (3, 5, 4), "eval_crop": 0.5, "fit": "pad"}
     values |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     preprocessing = protocol_of("dataset").preprocessing.fget(SimpleNamespace(**values))
     assert {name: getattr(preprocessing, name) for name in values} == values
+
+
+class Cut:
+    """A tensor of which each rank has a part."""
+
+    device_mesh = SimpleNamespace(device_type="cpu")
+
+    def detach(self) -> Cut:
+        return self
+
+    def to(self, device: str) -> Cut:
+        assert device == "cpu"
+        return self
+
+    def full_tensor(self) -> Any:
+        return SimpleNamespace(cpu=lambda: "in host memory")
+
+
+def test_a_strategy_without_methods_of_its_own_has_whole_models_and_means_over_the_ranks() -> None:
+    own, rank = plain("strategy")(), replace(World.solo(), size=4)
+    assert (own.ranks(8), own.devices(3, 8), own.grad_divisor(rank), own.micro_batches(3, 2)) == (1, 3, 4, 3)
+    assert own.devices(8, 3) == 8, "too many are refused where they are counted"
+    cut, tensor = Cut(), torch.zeros(2)
+    tensors: Any = [cut, tensor]
+    assert [*own.whole_tensors(tensors, keep=True)] == ["in host memory", tensor]
+    assert [*own.whole_tensors(tensors, keep=False)] == [cut, tensor]
+    assert own.data_world(rank) is rank
+    assert own.wrap(model := nn.Linear(2, 2), rank, None, ()) is model
+
+
+def test_autocast_is_for_a_format_of_products_other_than_that_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *words, **options: (*words, options))
+    half, double = {"dtype": torch.float16}, {"storage": torch.float64, "dtype": torch.float64}
+    cuda = torch.device("cuda")
+    assert plain("precision", **half)().autocast(cuda) == ("cuda", {"dtype": torch.float16})
+    for same in ({}, double):
+        assert isinstance(plain("precision", **same)().autocast(cuda), nullcontext)
+
+
+def test_a_model_without_methods_of_its_own_is_stored_channel_by_channel_unless_it_says_otherwise() -> None:
+    formats = {None: torch.contiguous_format, False: torch.contiguous_format, True: torch.channels_last}
+    for last, expected in formats.items():
+        assert plain("model", channels_last=last)().memory_format is expected
+
+
+def test_a_data_set_is_prepared_split_by_split_and_described_by_its_parts() -> None:
+    class Parts(Source):
+        image_shape, mean, std, fit, eval_crop = (3, 8, 9), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "pad", 0.5
+        class_names = ("a", "b")
+
+        def fingerprint(self) -> Any:
+            raise AssertionError
+
+        def train(self) -> Any:
+            return calls.append("train") or "train split"
+
+        def eval(self) -> Any:
+            return calls.append("eval") or "evaluation split"
+
+        def test(self) -> Any:
+            return calls.append("test")
+
+    calls: list[str] = []
+    own = Parts()
+    own.prepare()
+    assert calls == ["train", "eval", "test"]
+    assert splits_of(own) == {"train": "train split", "val": "evaluation split"}
+    described = own.preprocessing
+    assert (described.image_shape, described.input_shape) == ((3, 8, 9), (3, 8, 9))
+    assert (described.mean, described.std, described.fit, described.eval_crop) == (own.mean, own.std, "pad", 0.5)
+    assert (own.classes, own.changes, own.crops_files) == (2, False, False)
+    assert type("Crops", (Parts,), {"crops_files": True})().changes
+
+
+def test_the_first_examples_of_a_piece_have_no_partner_and_all_of_them_are_the_piece() -> None:
+    rows = torch.arange(4)
+    shard = Shard(1, 0, rows, rows + 10, rows + 20, 3, 0, 1, mix_partner=True)
+    assert shard.labels.tolist() == [10, 11, 12]
+    assert shard.first(3) is shard
+    first = shard.first(2)
+    assert [part.tolist() for part in (first.images, first.labels, first.indices)] == [[0, 1], [10, 11], [20, 21]]
+    assert (first.mix_partner, first.known_labels.tolist()) == (False, [10, 11])
+    ((whole, is_last),) = shard.micro_batches(1)
+    assert (whole is shard, is_last) == (True, True)
+    pieces = shard.micro_batches(5)
+    assert [is_last for _, is_last in pieces] == [False] * 4 + [True]
+    assert [piece.mix_partner for piece, _ in pieces] == [len(piece.labels) > 0 for piece, _ in pieces]
+
+
+# What an option has that says nothing, by group; `library_name` and `imports` are the same in each.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "strategy": {
+        **dict.fromkeys(("recordable", "whole_model", "one_pass", "same_work"), True),
+        **dict.fromkeys(("fixed_order", "adapts", "joins_alone"), False),
+        "widest": UpdateScope.model,
+        "sync_batchnorm": None,
+    },
+    "precision": {
+        **dict.fromkeys(("dtype", "storage", "sums"), torch.float32),
+        "matmul": "highest",
+        "needs_loss_scaler": False,
+    },
+    "launcher": {"starts_ranks": False, "submits": False, "restarts": 0, "node_range": (1, 1)},
+    "model": {
+        **dict.fromkeys(("compile", "grad_checkpointing", "pretrained", "has_usual_size"), False),
+        "compile_mode": "default",
+        "channels_last": None,
+        "memory_format": torch.contiguous_format,
+    },
+    "optimizer": {
+        **dict.fromkeys(("recordable", "needs_closure", "decay_embeddings"), False),
+        "scope": UpdateScope.model,
+        "weight_decay": 0.0,
+        "lookahead": None,
+        "algorithm": "Own",
+    },
+    "loss": {"probabilities": "softmax", "targets": ("classes", "labels", "values")}
+    | {"class_weights": None, "balanced": False},
+    "task": {
+        **dict.fromkeys(("metrics", "figures", "counted"), ()),
+        "targets": "classes",
+        "probabilities": None,
+        "usual_loss": None,
+        "monitor": "loss",
+    },
+    "metric": {"higher_is_better": None, "targets": ("classes", "labels", "values"), "average": ""},
+    "dataset": {
+        **dict.fromkeys(("reads_files", "crops_files", "changes", "downloads"), False),
+        "path": "",
+        "part": "",
+        "val_share": None,
+        "examples": 1,
+        "generated_bytes": 0,
+        "eval_crop": 1.0,
+        "fit": "crop",
+        "targets": "classes",
+        "class_names": (),
+        "classes": 0,
+        "usual_augment": "none",
+    },
+    "loader": {"decodes_once": False, "workers": 0, "prefetch": 0},
+    "logger": {"figures": (), "package": None},
+    "callback": {"figures": (), "every_rank": False, "commands": ()},
+}
+SILENT: dict[str, dict[str, tuple[tuple[Any, ...], Any]]] = {
+    "launcher": {
+        "can_fork": ((), False),
+        "try_address": ((), "the ranks of one machine meet at a port that is free when they start"),
+    },
+    "model": {"has_published": ((), None), "trained_input": ((), None), "missing_weights": ((), "")},
+    "task": {"identity": ((), {})},
+    "metric": {"notes": (((),), [])},
+    "dataset": {"notes": ((), [])},
+    "strategy": {"notes": ((None, None, None), [])},
+    "loader": {
+        "held_gb": ((None,), 0.0),
+        "stride": ((8, 64, None), 1),
+        "order_device": ((None,), torch.device("cpu")),
+    },
+    "callback": {"findings": ((None,), {}), "state_dict": ((), {})},
+}
+ITSELF = {"launcher": ("in_allocation", "as_rank"), "task": ("absolute",), "dataset": ("located",)}
+ITSELF |= {"strategy": ("with_changing_graph",)}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_option_that_says_nothing_has_these_answers(group: str) -> None:
+    own, defaults = plain(group)(), {"imports": (), "library_name": None, **DEFAULTS.get(group, {})}
+    answers = {name: getattr(own, name) for name in QUESTIONS[group] if name not in ("preprocessing", "world_size")}
+    assert {name: answer for name, answer in answers.items() if not callable(answer)} == defaults
+    for name, (words, expected) in SILENT.get(group, {}).items():
+        assert getattr(own, name)(*words) == expected, name
+    for name in ITSELF.get(group, ()):
+        assert getattr(own, name)() is own
+    if group == "loader":
+        assert own.choose(None) == (own, "as configured")
+    if group == "dataset":
+        assert own.read_as("a split", None) == "a split"
+    if group == "augment":
+        assert own.for_data(None) is own
+        assert own.on_device("bilinear", cropped=True) == own.apply

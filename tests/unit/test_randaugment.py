@@ -221,9 +221,10 @@ def test_timms_operations_probabilities_and_strengths_have_timms_distribution(in
             option.prob, option.aug_fn = 1, lambda _, value, values=values, **__: values.append(value)
             for _ in range(2000):
                 option(None)
-            own = amount[op == number] + (number in BLENDS)
+            # Many images have the strongest level: its last bit (0.9 + 1 is not 1.9) must not make two values of it.
+            own = (amount[op == number].numpy() + (number in BLENDS)).round(9)
             side = {geometry.TRANSLATE_X: 40, geometry.TRANSLATE_Y: 20}.get(number, 1)
-            assert ks_2samp(own, np.array(values) * side).pvalue > 1e-4, name
+            assert ks_2samp(own, (np.array(values) * side).round(9)).pvalue > 1e-3, name
 
 
 def test_colour_changes_are_pillows_as_torchvision_and_timm_apply_them() -> None:

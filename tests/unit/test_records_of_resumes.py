@@ -11,29 +11,39 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from test_trainer import network, trainer_of
 
 from helpers import FAKE, records, train_here
-from lockstep.core.errors import InputError, NumericalError
+from lockstep.core.errors import BrokenImage, InputError, NumericalError, StorageError
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.runtime import host
 from lockstep.training import run_record
 from lockstep.training.build_data import UNEQUAL, balance_note
 from lockstep.training.run_record import Evidence, RunRecord, write_incident
+from lockstep.training.train_state import Progress
 from lockstep.training.trained import find_weights
 
 JOB = (*FAKE, "augment=none", "dataset.examples=40", "batch=10", "model=linear", "device=cpu")
 JOB = (*JOB, "train.eval_every=2", "telemetry.report=never", "steps=6")
 
 
-def test_a_resume_adds_to_the_hours_of_all_parts_before(tmp_path: Path) -> None:
+def test_a_resume_adds_to_the_hours_of_all_parts_before_from_its_start_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = train_here(tmp_path / "run", *JOB, stop_at=3)
     summary = json.loads(run.summary.read_text())
     assert summary["spent"]["hours"] < 1
     run.summary.write_text(json.dumps({**summary, "spent": {**summary["spent"], "hours": 7.0}}))
+    at_start: list[dict[str, Any]] = []
+    monkeypatch.setattr(RunDir, "start_summary", lambda _, **facts: at_start.append(facts))
     train_here(run.path, *JOB)
+    (facts,) = at_start
+    assert 7 < facts["spent"]["hours"] < 8
+    assert facts["seconds"] == pytest.approx(3600 * facts["spent"]["hours"])
     assert 7 < Run(run.path).summary["spent"]["hours"] < 8
 
 
@@ -67,22 +77,22 @@ def test_a_resume_leaves_each_log_point_and_each_evaluation_in_the_files_once(tm
     assert lines(train_here(tmp_path / "parts", *job)) == expected
 
 
-@pytest.mark.parametrize("saved", [[], [2], [2, 10, 9]])
+@pytest.mark.parametrize(("saved", "step"), [([], 11), ([2], 11), ([2, 10, 9], 11), ([2], None)])
 def test_an_incident_names_its_samples_as_the_split_does_and_the_newest_checkpoint(
-    tmp_path: Path, saved: list[int]
+    tmp_path: Path, saved: list[int], step: int | None
 ) -> None:
     run = RunDir.at(tmp_path / "run")
-    for step in saved:
-        (run.checkpoints / f"step-{step:08d}").mkdir()
+    for number in saved:
+        (run.checkpoints / f"step-{number:08d}").mkdir()
     trainer = trainer_of(network(), World.solo(), steps=20)
-    trainer.progress.step = 14
+    trainer.progress.step = 14 if step else 11  # an error without a step, a callback's, is of the present one
     batch = trainer.loader.global_batch(11)
     again = replace(batch, indices=batch.indices + 10 * torch.arange(len(batch.indices)))  # drawn so many times
     trainer.loader = SimpleNamespace(global_batch={11: again}.get)  # type: ignore[assignment]
-    write_incident(NumericalError("bad", step=11), trainer, dict(trainer.state.model.state_dict()), run)
+    write_incident(NumericalError("bad", step=step), trainer, dict(trainer.state.model.state_dict()), run)
     facts = json.loads((run.incident / "incident.json").read_text())
     assert facts["samples"] == batch.indices.tolist()
-    assert (facts["step"], facts["epoch"], facts["seen_at_step"]) == (11, 5, 14)
+    assert (facts["step"], facts["epoch"], facts["seen_at_step"]) == (11, 5, trainer.progress.step)
     assert facts["checkpoint"] == (f"step-{max(saved):08d}" if saved else None)
 
 
@@ -164,3 +174,152 @@ def test_a_resume_needs_no_weights_that_the_run_began_with(tmp_path: Path, monke
     train_here(tmp_path / "run", *job, stop_at=3)
     monkeypatch.setattr("lockstep.checkpoint.weights.load_start", None)  # the file may be gone by now
     assert Run(train_here(tmp_path / "run", *job).path).summary["status"] == "completed"
+
+
+def test_a_class_of_few_images_is_named_with_its_number_and_that_of_the_largest() -> None:
+    job: Any = SimpleNamespace(
+        train=SimpleNamespace(sampling="shuffled"),
+        loss=SimpleNamespace(balanced=False, class_weights=None),
+        task=SimpleNamespace(targets=CLASSES),
+        dataset=SimpleNamespace(classes=2, class_names=("cat", "emu")),
+    )
+    labels = torch.tensor([0] * 20 + [1] + [-1])
+    says = "emu has 1 of 22 images to train on, the largest class 20: train.sampling=balanced or loss.balanced=true"
+    assert balance_note(job, labels)[0].startswith(says)
+    job.dataset.class_names = ()
+    assert balance_note(job, labels)[0].startswith("class 1 has 1 of 22 images")
+    job.dataset.classes = 3  # the first one has no image
+    assert balance_note(job, torch.where(labels < 0, labels, labels + 1))[0].startswith("class 2 has 1 of 22 images")
+
+
+MEMBER = replace(World.solo(), rank=1, size=2)
+
+
+def test_a_rank_that_is_not_main_writes_and_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing: Any = None
+    record = RunRecord(RunDir(tmp_path / "run"), MEMBER)
+    monkeypatch.setattr("lockstep.config.extensions.active", lambda: ["own"])
+    record.announce(nothing, nothing, nothing, "")
+    record.write_start(nothing, nothing, Progress(), {})
+    record.keep_progress(Progress())
+    record.complete(nothing, nothing, {}, 0)
+    assert record.user_code(nothing) == {}
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("active", "of_program", "reads"), [(0, 0, 0), (1, 0, 1), (0, 1, 1)])
+def test_the_users_code_is_read_by_main_where_there_is_some_and_where_nobody_else_has(
+    active: int, of_program: int, reads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = list[object]()
+    monkeypatch.setattr("lockstep.config.extensions.active", lambda: ["own"] * active)
+    monkeypatch.setattr("lockstep.config.extensions.of_program", lambda: ["own"] * of_program)
+    monkeypatch.setattr("lockstep.runtime.user_code.code_of", lambda config: (read.append(config), {"own": 1})[1])
+    monkeypatch.setattr(run_record.components, "plain", lambda job: job)
+    job: Any = "the job"
+    code: Any = RunRecord(RunDir(tmp_path), World.solo()).user_code(job)
+    assert (code, read) == ({"own": 1} if reads else {}, ["the job"] * reads)
+    known: Any = {"own": 2}
+    assert RunRecord(RunDir(tmp_path), World.solo(), known).user_code(job) == known
+    assert len(read) == reads
+
+
+def test_the_progress_of_a_run_that_ends_early_is_that_of_its_best_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, facts = RunRecord(RunDir.at(tmp_path / "run"), World.solo()), dict[str, Any]()
+    monkeypatch.setattr(RunDir, "write_summary", lambda _, **own: facts.update(own))
+    best = Progress(step=7, best=50.0, best_step=4, best_figures={"top1": 50.0}, figures={"top1": 40.0})
+    record.keep_progress(best)
+    assert facts == {"step": 7, "best": 50.0, "best_step": 4, "scores": {"top1": 50.0}}
+
+    def fail(_: RunDir, **own: Any) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(RunDir, "write_summary", fail)
+    record.keep_progress(best)  # the error that ends the run is more important
+
+
+ERRORS = [
+    OSError("full"),
+    RuntimeError("full"),
+    MemoryError("full"),
+    SafetensorError("full"),
+    BrokenImage(3, "a.png", "odd"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_no_error_of_an_incident_hides_the_one_that_ends_the_run(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    trainer = trainer_of(network(), World.solo())
+    trainer.checkpointer = SimpleNamespace(whole=list)  # type: ignore[assignment]
+    monkeypatch.setattr(run_record, "write_incident", fail)
+    RunRecord(RunDir.at(tmp_path / "run"), World.solo()).keep_incident(NumericalError("bad", step=1), trainer)
+    assert "so nothing is kept of the bad step" in capsys.readouterr().out
+
+
+def test_a_run_has_the_notes_of_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_record, "balance_note", lambda job, labels: [f"balance of {labels}"])
+    dataset, strategy = SimpleNamespace(notes=lambda: ["data"]), SimpleNamespace(notes=lambda *_: ["strategy"])
+    job: Any = SimpleNamespace(
+        dataset=dataset,
+        strategy=strategy,
+        metric_notes=lambda: ["metric"],
+        precision=SimpleNamespace(dtype=torch.float32, matmul="highest"),
+        model=SimpleNamespace(compile=False),
+        train=SimpleNamespace(sampling="shuffled"),
+        repro="exact",
+    )
+    data: Any = SimpleNamespace(plan=None, train=SimpleNamespace(labels="labels"))
+    state: Any = SimpleNamespace(model=None, notes=["state"])
+    notes = RunRecord(RunDir(tmp_path), World.solo())._notes(job, data, state)
+    assert notes == ["data", "strategy", "state", "metric", "balance of labels"]
+
+
+@pytest.mark.parametrize(("seconds", "speed"), [(4.9, ""), (5.0, "slow because of x"), (5.1, "slow because of x")])
+def test_a_run_of_five_seconds_has_a_sentence_about_its_speed(
+    seconds: float, speed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ends, completed = RunDir.at(tmp_path / "run"), list[Any](), list[Any]()
+    run.write_summary(spent={"hours": seconds / 3600})
+    trainer: Any = trainer_of(network(), World.solo())
+    trainer.tested = {}
+    verdict = {"verdict": {"sentence": "slow because of x"}, "learning": {"sentence": "it has learnt"}}
+    observer = SimpleNamespace(findings=lambda evidence: verdict, completed=completed.append)
+    trainer.telemetry = SimpleNamespace(
+        time_shares=lambda: {"forward": 0.123456, "data": 0.0},
+        resumed=0,
+        times=SimpleNamespace(spread=dict),
+        mfu=lambda rate: 0.0,
+        trained=dict,
+        observer=observer,
+    )
+    monkeypatch.setattr(run_record, "rates", lambda spent: {"img_per_s": 123.45678, "cpu_cores": 1.0})
+    monkeypatch.setattr(run_record.banner, "say_ending", lambda *values: ends.append(values))
+    job: Any = SimpleNamespace(job=None)
+    RunRecord(run, World.solo()).complete(job, trainer, {"cpu_cores": 2.0}, skipped=3)
+    summary = Run(run.path).summary
+    assert ends[0][3] == pytest.approx(seconds)
+    assert ends[0][6:] == ("it has learnt", speed)
+    assert (summary["status"], summary["exit_code"], summary["skipped"]) == ("completed", 0, 3)
+    assert (summary["img_per_s"], summary["cpu_cores"]) == (123.457, 2.0)
+    assert (summary["time"], summary["test"]) == ({"forward": 0.1235}, None)
+    assert completed == [summary]
+
+
+def test_a_share_is_the_sum_of_its_parts_as_far_as_they_are_known() -> None:
+    job: Any = SimpleNamespace(micro_batch=lambda ranks: 10 // ranks)
+    options: dict[str, Any] = {"plan": None, "model": None, "steps": 1, "spread": {}, "hardware": {}, "mfu": 0.0}
+    evidence = Evidence(job=job, world=MEMBER, shares={"forward": 0.25, "data": 0.5}, **options)
+    assert evidence.share("forward", "data", "no such part") == 0.75
+    assert (evidence.on_gpu, evidence.local_batch) == (False, 5)
+    assert evidence.cores == host.cores()
+    assert Evidence(job=job, world=World.solo("cuda:0"), shares={}, **options).on_gpu

@@ -3,7 +3,9 @@
 import dataclasses
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 
 import reference
 from helpers import ROOT
+from lockstep.config.meanings import as_yaml, config_text, meaning_of, meanings_of
 from lockstep.config.options import PRESETS, default_node
 from lockstep.config.schema import CONF, GROUPS, MANY, Job, TrainBlock
 from lockstep.core.fields import config_defaults, in_config, problems, ranged
@@ -176,3 +179,114 @@ def test_a_type_is_that_of_the_field_and_its_rule() -> None:
     assert types(DDP, "static_graph", "comm_hook") == ["true, false or null", "none, fp16 or bf16"]
     assert types(TrainBlock, "eval_views") == ["1, 2 or 6"]
     assert types(Job, "resume") == ["path or null"]
+
+
+@dataclasses.dataclass
+class Entries:
+    """What it is,
+    in one paragraph.
+
+    More of it.
+
+    Fields:
+        size: outputs of each layer,
+            from the first one.
+        name: what it is called.
+        other: of no field
+    """
+
+    size: int = 3
+    # what is written
+    # at the field
+    name: str = "a"  # wins
+    bare: int = 1
+
+
+@dataclasses.dataclass
+class Further(Entries):
+    last: int = 4  # of its own
+    size: int = 5  # anew
+
+
+def test_the_meaning_of_an_option_is_its_first_paragraph_and_of_a_key_its_comment_or_else_its_entry() -> None:
+    @dataclasses.dataclass
+    class Inside:
+        """Inside.
+
+        Fields:
+            size: an entry alone can be read.
+        """
+
+        size: int = 3  # not this one
+
+    assert meaning_of(Entries) == "What it is, in one paragraph."
+    assert meaning_of(Further) == meaning_of(dataclasses.make_dataclass("Made", [("x", int)])) == ""
+    size = "outputs of each layer, from the first one."
+    assert [*meanings_of(Entries).items()] == [
+        ("size", size),
+        ("name", "what is written at the field wins"),
+        ("bare", ""),
+    ]
+    assert [*meanings_of(Further).items()] == [
+        *(("last", "of its own"), ("size", "anew")),
+        *(("name", "what is written at the field wins"), ("bare", "")),
+    ]
+    assert meanings_of(Inside) == {"size": "an entry alone can be read."}
+
+
+@pytest.mark.parametrize("module", ["no_such_module", "builtins", "written_in_a_console", "broken_source"])
+def test_a_class_whose_source_cannot_be_read_has_keys_without_comments(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if module == "written_in_a_console":
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        monkeypatch.setattr(sys.modules[module], "__file__", str(tmp_path / "gone.py"), raising=False)
+    if module == "broken_source":
+        (tmp_path / "broken.py").write_text("class = 3\n")
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        monkeypatch.setattr(sys.modules[module], "__file__", str(tmp_path / "broken.py"), raising=False)
+    cls = dataclasses.make_dataclass("Made", [("size", int)], namespace={"__module__": module})
+    assert cls.__module__ == module
+    assert meanings_of(cls) == {"size": ""}
+
+
+def test_a_value_is_one_line_of_yaml_and_a_comment_stands_beside_it_if_the_line_has_room() -> None:
+    values = [
+        None,
+        True,
+        "",
+        "null",
+        "a b",
+        "x" * 300,
+        "a: b",
+        "#",
+        1e-5,
+        [1, "a"],
+        {"a": None, "b": [1]},
+        ["x" * 90] * 3,
+        {},
+    ]
+    texts = [as_yaml(value) for value in values]
+    assert [yaml.safe_load(text) for text in texts] == values
+    assert not any("\n" in text or text != text.strip() for text in texts)
+    node = {"_target_": "x.Y", "a": 1, "b": "two"}
+    room = 118 - len("a: 1".ljust(23)) - len("  # ")
+    for indent, group, width in (("", "model", room), ("  ", "metric", room - 2)):
+        head = "" if group == "model" else "mine:\n"
+        for length, comment in ((width, "c" * width), (width + 1, "c" * (width + 1))):
+            beside = (
+                f"{indent}{'a: 1':<23}  # {comment}\n" if length == width else f"{indent}# {comment}\n{indent}a: 1\n"
+            )
+            text = config_text(group, "mine", "What it is.", node, {"a": comment, "b": ""}, "  # note")
+            assert text == f"# What it is.\n{head}{indent}_target_: x.Y  # note\n{beside}{indent}b: two\n"
+            assert max(map(len, text.splitlines())) <= 118 + (length > width) * 2 * bool(indent)
+    short = " ".join("a" * 300)
+    for group in ("model", "metric"):
+        text = config_text(group, "mine", short, node, {"a": short})
+        assert max(map(len, text.splitlines())) in (117, 118), "a line has all the words that fit"
+    words = " ".join(["long-winded"] * 30)
+    text = config_text("metric", "mine", words, {**node, "defaults": [{"/loss": "bce"}]}, {"a": words})
+    assert text.count("\n  # ") == 4
+    assert "long-\n" not in text
+    assert "mine:\ndefaults:\n  - /loss: bce\n  _target_: x.Y\n" in text
+    assert max(map(len, text.splitlines())) <= 118

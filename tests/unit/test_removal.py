@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from helpers import train_here
-from lockstep.checkpoint.files import best_scored
+from lockstep.checkpoint.files import Removable, best_scored, removable
 from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.state import optimizer_state
+from lockstep.cli import clean as cleaning
 from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError
 from lockstep.core.run import State, candidates
@@ -68,6 +69,12 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
     assert (row["checkpoints"], row["bytes"], row["removed"]) == ([path.name for path in go], size, False)
 
 
+def test_what_all_would_remove_is_shown_before(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cleaned(run, yes=False, everything=True, form="json") == [8, 6, 4, 2]
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["checkpoints"] == [f"step-{step:08}" for step in (8, 6, 4, 2)]
+
+
 def test_a_run_to_which_several_paths_lead_is_counted_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     root = run.path.parents[2]
     paths = [root, root / "sweeps", root / ".." / root.name]
@@ -116,6 +123,16 @@ def test_all_means_completed_runs_whose_weights_stay(run: RunDir, status: str, l
     load_predictor(run.path, device="cpu")
 
 
+@pytest.mark.parametrize("content", [None, b"", b"flipped"])
+def test_a_completed_run_without_whole_weights_keeps_its_checkpoints(run: RunDir, content: bytes | None) -> None:
+    weights = run.path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    if content is not None:
+        weights.write_bytes(content and whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert 8 in cleaned(run, everything=True)
+
+
 @pytest.mark.parametrize("is_best", [True, False])
 def test_the_best_run_of_a_sweep_keeps_what_a_resume_needs(run: RunDir, is_best: bool) -> None:
     ledger = Ledger(run.path.parent)
@@ -126,6 +143,15 @@ def test_the_best_run_of_a_sweep_keeps_what_a_resume_needs(run: RunDir, is_best:
         ledger.end(record, State.done, objective=objective)
     assert bool(cleaned(run, everything=True)) == is_best
     assert ledger.best == (run.path.name if is_best else "001-b")
+
+
+def test_what_a_link_in_a_checkpoint_leads_to_is_not_freed(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(10**6))
+    before = removable(run, 1)
+    (before.go[0] / "link").symlink_to(tmp_path / "large")
+    assert removable(run, 1).size == before.size + len(str(tmp_path / "large"))
+    cleaned(run)
+    assert (tmp_path / "large").stat().st_size == 10**6
 
 
 @pytest.mark.parametrize("words", [{"keep": 0}, {"folders": ["nowhere"]}])
@@ -153,3 +179,105 @@ def test_the_optimizers_share_of_a_checkpoint_is_known_before_the_first_step(opt
     torch.save(optimizer_state(built, model)["state"], file)
     assert estimate is not None
     assert estimate <= len(file.getvalue()) <= estimate + 30_000  # names, counters and torch's own headers
+
+
+def plan(*names: str, stay: tuple[str, ...] = (), size: int = 0, more: int = 0) -> Removable:
+    return Removable(go=[Path(name) for name in names], stay=[Path(name) for name in stay], size=size, more=more)
+
+
+PLANS: dict[str, tuple[dict[str, Removable | None], dict[str, Any], list[str]]] = {
+    "nothing": ({"a": plan(stay=("s1",)), "b": None}, {"yes": True}, ["there is nothing to remove"]),
+    "one": (
+        {"a": plan("s1", stay=("s2",), size=1000), "b": plan()},
+        {"yes": True},
+        ["a: s1 (s2 stays)", "removed 1 checkpoint of 1 run, 1 kB"],
+    ),
+    "several": (
+        {"a": plan("s1", "s2", stay=("s3", "s4"), size=1000), "b": plan("s1", size=2000)},
+        {"yes": False},
+        [
+            *("a: s1, s2 (s3, s4 stay)", "b: s1 (none stays)", "3 checkpoints of 2 runs, 3 kB can go; nothing is"),
+        ],
+    ),
+    "all": (
+        {"a": plan("s1", size=5), "b": plan(more=3000)},
+        {"yes": False, "everything": True, "keep": 3},
+        [
+            *("a: s1 (none stays)", "can go; nothing is removed yet: lockstep clean x 'y z' --keep 3 --all --yes"),
+            "--all frees 3 kB more: the checkpoints of completed runs; their weights stay",
+        ],
+    ),
+    "keep": ({"a": plan("s1", size=5)}, {"yes": False, "keep": 2}, ["(none stays)", "clean x 'y z' --keep 2 --yes"]),
+    "usual": ({"a": plan("s1", size=5)}, {"yes": False}, ["(none stays)", "yet: lockstep clean x 'y z' --yes"]),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_goes_and_what_stays_is_counted_in_words(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans, options, lines = PLANS[name]
+    options = {"keep": 1, "everything": False, **options}
+    calls: list[tuple[str, int, bool, bool]] = []
+
+    def clean_run(run: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:
+        calls.append((str(run.path), keep, everything, yes))
+        return plans[str(run.path)]
+
+    monkeypatch.setattr(cleaning, "_runs", lambda folders: [RunDir(Path(path)) for path in plans])
+    monkeypatch.setattr(cleaning, "_clean_run", clean_run)
+    clean(["x", "y z"], **options)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == len(lines)
+    assert all(line in text for line, text in zip(lines, shown, strict=True)), shown
+    assert calls == [(path, options["keep"], options["everything"], options["yes"]) for path in plans]
+    clean(["x", "y z"], **options, form="json")
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["run"] for row in rows] == [path for path, of in plans.items() if of is not None and of.go]
+    assert all(row["removed"] is options["yes"] for row in rows)
+    assert [row["stay"] for row in rows] == [[path.name for path in of.stay] for of in plans.values() if of and of.go]
+
+
+def test_runs_come_in_the_order_of_their_paths_each_once_and_none_of_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_at(path: Path, *, checkpoints: bool = True) -> Path:
+        run = RunDir.at(path)
+        run.overrides.write_text("[]\n")
+        if checkpoints:
+            run.checkpoints.mkdir(exist_ok=True)
+        else:
+            shutil.rmtree(run.checkpoints, ignore_errors=True)
+        return run.path
+
+    root = tmp_path / "root"
+    for name in ("b", "a", "c/deeper"):
+        run_at(root / name)
+    run_at(root / "without", checkpoints=False)
+    linked = run_at(root / "linked", checkpoints=False)
+    (linked / "checkpoints").symlink_to(run_at(tmp_path / "elsewhere") / "checkpoints")
+    (root / "out").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "way").symlink_to(root)
+    names = [path.relative_to(root) for path in (root / "a", root / "b", root / "c" / "deeper")]
+    assert [run.path.resolve().relative_to(root.resolve()) for run in cleaning._runs([str(root)])] == names
+    ways = [str(root / "b"), str(root), str(tmp_path / "way")]
+    assert [run.path.resolve().relative_to(root.resolve()) for run in cleaning._runs(ways)] == names
+    denied = PermissionError(13, "Permission denied")
+
+    def is_dir(path: Path) -> bool:
+        if path.name == "checkpoints":
+            raise denied
+        return True
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert not cleaning._has_checkpoints(RunDir(root / "a"))
+    assert f"{root / 'a'} cannot be read (Permission denied): all of its checkpoints stay" in capsys.readouterr().out
+
+
+def test_a_run_of_a_later_version_keeps_its_checkpoints(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run.summary.read_text())
+    run.summary.write_text(json.dumps({**facts, "format": 999}))
+    assert cleaned(run, everything=True) == [8, 6, 4, 2]
+    assert "all of its checkpoints stay" in capsys.readouterr().out
+    with closing(Lock()) as lock:
+        lock.take(run.lock)  # it was released

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from PIL import Image, ImageDraw
 
 from browser import CHROMIUM, DRIVER, browser
 from helpers import train_here
@@ -28,12 +29,22 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.tags import TAGS, Direction, Figure, Monitor, chosen_on_itself
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record
-from lockstep.report.charts import CURVE_POINTS, MOST_CURVES, _axis, charts, line_chart
-from lockstep.report.listener import LONG_S, is_due
+from lockstep.report.charts import (
+    BOTTOM,
+    CURVE_POINTS,
+    MOST_CURVES,
+    TOP,
+    _axis,
+    charts,
+    charts_of_predictions,
+    line_chart,
+)
+from lockstep.report.listener import LONG_S, Listener, is_due
 from lockstep.report.report import report
-from lockstep.report.run_page import write_report
+from lockstep.report.run_page import _predictions, facts_of, number, rendered, write_report
 from lockstep.report.sweep_page import _curves, _facts, _importance, write_sweep_report
 from lockstep.telemetry import pictures
+from lockstep.telemetry.progress import format_timestamp
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7919 * 7907 }}$\\frac{&amp;\u202e日本語"
 FACTS: dict[str, Any] = {
@@ -566,6 +577,12 @@ def test_the_steps_of_a_long_curve_are_averaged_as_its_values_are() -> None:
     assert [text for *_, text in curve["points"]][-1] == "step 798: 798.5"
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0, 5.0, -5.0, 1e-12, 1e12])
+def test_a_curve_that_never_changes_is_drawn_in_the_middle(value: float) -> None:
+    chart = line_chart([("loss", "red", [1.0, 2.0], [value, value])])
+    assert {place for _, place, _ in chart["curves"][0]["points"]} == {(BOTTOM + TOP) / 2}
+
+
 @pytest.mark.parametrize(("number", "title"), [(20, "GPU"), (21, "GPU (the first 20 of 21)")])
 def test_a_chart_says_when_it_leaves_curves_out(number: int, title: str) -> None:
     figures = [(step, {f"gpu/util/{gpu}": float(step) for gpu in range(number)}) for step in (1, 2)]
@@ -618,3 +635,420 @@ def test_a_sweep_costs_what_all_of_its_jobs_cost(tmp_path: Path) -> None:
         folder.write_summary(status="completed", seconds=seconds)
         ledger.end(ledger.start(record), State.done, objective=1.0)
     assert "seconds of all 40 " in " ".join(Page(write_sweep_report(ledger)).text.split())
+
+
+@pytest.fixture
+def axes(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What the charts of `pictures` draw on."""
+    axes = MagicMock()
+    axes.lines = []
+    axes.plot.side_effect = lambda *values, **options: axes.lines.append(values)
+    monkeypatch.setattr(pictures, "drawn", lambda draw, *size: draw(axes))
+    return axes
+
+
+def test_the_first_point_is_marked_and_ten_have_labels(axes: MagicMock) -> None:
+    names = [f"{'a' * number}b" for number in range(12)]
+    pictures.scatter(range(12), range(1, 13), names, "seconds", "score")
+    ((x, y),) = (call.args for call in axes.scatter.call_args_list)
+    assert ([*x], [*y]) == ([*range(12)], [*range(1, 13)])
+    colours = axes.scatter.call_args.kwargs["color"]
+    assert (len(colours), colours[0], {*colours[1:]}) == (12, pictures.ORANGE, {pictures.BLUE})
+    labels = [call.args for call in axes.annotate.call_args_list]
+    assert labels == [(names[number], [number, number + 1]) for number in range(10)]
+    assert axes.set.call_args.kwargs == {"xlabel": "seconds", "ylabel": "score"}
+    pictures.scatter([1], [1], ["x" * 19], "", "")
+    assert axes.annotate.call_args.args[0] == "x" * 17 + "…"
+
+
+def test_predicted_values_are_drawn_over_the_true_ones_with_their_diagonal(axes: MagicMock) -> None:
+    for points, ends in (([[-3.0, 2.0, 1.0], [-1.0, None, -5.0]], [-5.0, 2.0]), ([[-2.0], [-1.0]], [-2.0, -1.0])):
+        axes.reset_mock()
+        pictures.against_true(replace(OF_VALUES, points=[OF_VALUES.points[0], points]), 1)
+        ((x, y),) = (call.args for call in axes.plot.call_args_list)
+        assert x == y == ends
+        true, predicted = axes.scatter.call_args.args
+        assert true.tolist() == points[0]
+        assert [None if np.isnan(value) else value for value in predicted] == points[1]
+        assert axes.set.call_args.kwargs == {"xlabel": "true", "ylabel": "predicted"}
+
+
+def test_the_curves_of_labels_are_drawn_where_they_are_predicted_and_those_after_ten_dashed(axes: MagicMock) -> None:
+    hit, never, wrong = [[0, 0, 2], [1, 0, 1]], [[3, 0, 0], [3, 0, 0]], [[0, 0, 0], [0, 0, 4]]
+    no_threshold = [[0, 0, 0], [0, 0, 0]]
+    curves = [hit, wrong, no_threshold, *[never] * 9]
+    names = ["x" * 30, *(f"label{number}" for number in range(11))]
+    pictures.precision_over_recall(replace(OF_LABELS, names=names, curves=curves))
+    drawn = [(recall.tolist(), precision.tolist(), dash) for recall, precision, dash in axes.lines]
+    assert drawn[0] == ([1.0, 1.0, 1.0], [0.5, 2 / 3, 2 / 3], "-")
+    assert drawn[1] == ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], "-")
+    assert drawn[2] == ([1.0], [0.5], "-"), "up to the threshold above which it is never predicted"
+    assert [dash for *_, dash in drawn] == ["-"] * 10 + ["--"]
+    shown = [call.kwargs["label"] for call in axes.plot.call_args_list]
+    assert shown == ["x" * 17 + "…", "label0", *names[3:]]
+    assert {"xlabel": "recall", "ylabel": "precision"}.items() <= axes.set.call_args.kwargs.items()
+
+
+def test_the_lines_of_a_sweep_are_drawn_up_to_the_best_which_is_marked(axes: MagicMock) -> None:
+    rows = [["a", 3.0], ["c", 1.0], ["b", 2.0], ["b", 2.0]]
+    pictures.parallel(["x" * 19, "score"], rows, [3.0, 1.0, 2.0, 2.0])
+    heights = [call.args[0] for call in axes.plot.call_args_list]
+    assert heights == [[1.0, 0.0], [0.5, 0.5], [0.5, 0.5], [0.0, 1.0]], "texts are at equal distances"
+    worst, middle, _, best = (call.kwargs["color"] for call in axes.plot.call_args_list)
+    assert best == pictures.ORANGE
+    assert worst == pytest.approx((0.75, 0.8, 0.9))
+    assert all(dark < pale for dark, pale in zip(middle, worst, strict=True)), "the darker the better"
+    assert axes.set_xticks.call_args.args[1] == ["x" * 17 + "…", "score"]
+    axes.reset_mock()
+    pictures.parallel(["a", "score"], [[1.0, 2.0]], [5.0])
+    assert [call.args[0] for call in axes.plot.call_args_list] == [[0.0, 0.0]], "one job has no span"
+    assert axes.plot.call_args.kwargs["color"] == pictures.ORANGE
+    axes.reset_mock()
+    pictures.parallel(["a", "score"], [[1.0, 2.0], [2.0, 2.0], [3.0, 1.0], [4.0, 2.0]], [2.0, 2.0, 1.0, 2.0])
+    marked = [call.args[0][0] for call in axes.plot.call_args_list if call.kwargs["color"] == pictures.ORANGE]
+    assert marked == [0.0] == axes.plot.call_args.args[0][:1], "the first of equal ones, over the lines of the rest"
+    axes.reset_mock()
+    pictures.parallel(["a", "b"], [[number, f"{number}"] for number in range(5)], [0.0] * 5)
+    labels = [(call.args[0], call.args[1][0]) for call in axes.annotate.call_args_list]
+    assert labels == [("4", 0), ("0", 0), *((f"{number}", 1) for number in (4, 3, 2, 1, 0))], (
+        "the ends of a long scale"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("x" * 18, "x" * 18),
+        ("x" * 19, "x" * 17 + "…"),
+        (0.123456, "0.1235"),
+        (12345.6, "1.235e+04"),
+        ("a\tb", "a\\tb"),
+    ],
+)
+def test_a_label_has_eighteen_letters_at_most(value: str | float, text: str) -> None:
+    assert pictures.shorten(value) == text
+
+
+def test_a_picture_is_the_same_each_time_and_has_its_texts_as_they_are() -> None:
+    def draw(axes: Any) -> None:
+        axes.plot([1, 2], [3, 4], label="$x$")
+        axes.legend()
+
+    one, two = (pictures.svg(draw, 4.0, 3.0).decode() for _ in range(2))
+    assert one == two
+    assert ">$x$<" in one
+    assert "dc:date" not in one
+
+
+def test_a_page_has_each_fact_of_a_run_in_words(tmp_path: Path) -> None:
+    run, photos = RunDir.at(tmp_path / "run"), tmp_path / "photos"
+    composed = {"epochs": 4, "steps": None, "tags": ["a", "b"], "dataset": {"path": str(photos), "channels": 4}}
+    run.composed.write_text(components.dump(composed))
+    choices = {"model": "digitnet", "dataset": "folder"}
+    (run.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
+    run.config.write_text(components.dump({"batch": 1024, "optimizer": {"lr": 0.001234567}}))
+    run.command.write_text("python train.py\n# sha256 abc\n")
+    environment = {"world_size": 2, "threads": 4, "gpus": ["H200", "H100"], "git": None, "list": [], "table": {}}
+    run.environment.write_text(json.dumps({**environment, "packages": {"torch": "2"}}))
+    facts: dict[str, Any] = {"status": "completed", "monitor": "top1", "started": 90000.0, "seconds": 75.4}
+    facts |= {"step": 1200, "steps": 1600, "best": 93.456, "best_step": 1000, "skipped": 1200, "error": "it broke"}
+    facts |= {"scores": {"loss": 0.5, "top1": 93.456, "mcc": None}, "test": {"loss": 0.25, "f1": 0.5}}
+    facts |= {"img_per_s": 12345.6, "data_wait_pct": 1.234, "gpu_util": 97.51234, "cpu_cores": 3.0}
+    facts |= {"spent": {"kwh": 0.0123456, "gpu_hours": 2.34567, "usd": 1234.5}}
+    facts |= {"time": {"data": 0.25, "forward": 0.75, "step": 0.0}, "checklist": FACTS["checklist"]}
+    facts |= {"verdict": {"sentence": "it is fast", "evidence": "1 %", "override": None}}
+    run.summary.write_text(json.dumps(facts))
+    lines: list[dict[str, Any]] = [{"step": 600, "loss/train": 0.9, "acc/train_top1": 50.0, "perf/mfu_pct": 2.0}]
+    lines += [{"step": 600, "loss/val": 0.8, "acc/val_top1": 80.0, "metric/f1": 0.1, "loss/train_epoch": 0.7}]
+    lines += [{"step": 1200, "loss/train": 0.6, "metric/f1/a": 0.2}]
+    lines += [
+        {"step": 1200, "loss/val": 0.51234, "acc/val_top1": 92.5, "acc/val_ema_top1": 93.4, "perf/mfu_pct": 3.0}
+    ]
+    lines[-1] |= {"metric/f1": None, "metric/kappa": 0.123456, "loss/train_epoch": 0.55555}
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run.gpu.write_text(
+        "".join(f'{{"time": {t}, "step": {t}, "local_rank": 0, "uuid": "a", "util": 5}}\n' for t in (1, 2))
+    )
+    shown = facts_of(Run(run.path))
+    titles = {name: [title for title, _ in shown.pop(name)] for name in ("curves", "usage")}
+    assert titles == {
+        "curves": ["Loss", "Accuracy, %"],
+        "usage": ["Model FLOPs utilisation, %", "GPU utilisation, %"],
+    }
+    different = shown.pop("differences")
+    assert {("epochs", "4", "20"), ("dataset.channels", "4", "3"), ("tags", "a, b", "none")} <= {*different}
+    assert shown == {
+        "title": "run",
+        "folder": str(tmp_path / "run"),
+        "summary": [
+            ("state", "done"),
+            ("model", "digitnet"),
+            ("data", "folder photos"),
+            ("tags", "a, b"),
+            ("batch", "1,024"),
+            ("learning rate", "0.001235"),
+            ("best top-1", "93.46 % at step 1,000"),
+            ("last top-1", "93.40 %"),
+            ("last validation loss", "0.5123"),
+            ("last training loss", "0.5555"),
+            ("last f1", "–"),
+            ("last kappa", "0.1235"),
+            ("steps", "1,200 of 1,600"),
+            ("started", format_timestamp(90000.0)),
+            ("duration", "1:15"),
+            ("speed", "12,346 images/s, 1.2 % of the time waiting for data"),
+            ("corrupt images skipped", "1,200"),
+            ("energy", "0.0123 kWh"),
+            ("GPU hours", "2.35"),
+            ("cost", "1,234.50 USD"),
+        ],
+        "findings": [{"name": "speed", "sentence": "it is fast", "evidence": "1 %", "override": ""}],
+        "time": [("waiting for data", 0.25), ("forward", 0.75)],
+        "checklist": [[item[key] for key in ("item", "state", "reason", "override")] for item in FACTS["checklist"]],
+        "hardware": [
+            ("processes", "2"),
+            ("threads of each", "4"),
+            ("GPU", "H200"),
+            ("GPU", "H100"),
+            ("CPU cores in use", "3"),
+            ("GPU utilisation, %", "97.51"),
+        ],
+        "scores": {
+            "rows": [("loss", "0.5", "0.25"), ("top-1", "93.46 %", ""), ("mcc", "", ""), ("f1", "", "0.5")],
+            "test": True,
+            "note": "",
+        },
+        "headline": "93.46 % top-1, digitnet, folder photos, epoch 3 of 4, 1:15",
+        "predictions": {},
+        "channels": " (the first three of 4 channels)",
+        "environment": [
+            ("world_size", "2"),
+            ("threads", "4"),
+            ("gpus", "['H200', 'H100']"),
+            ("packages.torch", "2"),
+        ],
+        "command": "python train.py",
+        "config": run.config.read_text(),
+        "notes": ["it broke"],
+    }
+    run.write_summary(
+        skipped=0, seconds=None, learning={"sentence": "it learns"}, verdict=None, spent={"gpu_hours": 0}
+    )
+    run.environment.write_text("{}")
+    run.composed.write_text(components.dump({**composed, "epochs": 4, "steps": 1600}))
+    shown = facts_of(Run(run.path))
+    assert not {"corrupt images skipped", "duration", "GPU hours"} & {name for name, _ in shown["summary"]}
+    assert shown["findings"] == [{"name": "learning", "sentence": "it learns", "evidence": "", "override": ""}]
+    assert shown["headline"] == "93.46 % top-1, digitnet, folder photos"
+    assert shown["hardware"][:2] == [("processes", "not known"), ("threads of each", "not known")]
+
+
+def test_the_page_of_a_sweep_has_each_fact_of_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("parallel", "scatter"):
+        monkeypatch.setattr(pictures, name, lambda *values: values)
+    ledger = Ledger(tmp_path / "sweep")
+    words = ("a=1,2", "seed=1,2")
+    ledger.create(Identity(swept=("a", "seed"), words=words, of_hydra=("hydra/sweeper=basic",), figure="top1"))
+    records = ledger.enter([((f"a={a}", f"seed={seed}"), f"a={a} s={seed}") for a in (1, 2) for seed in (1, 2)])
+    scores = (0.0, 80.0, 90.0, None)
+    costs: list[dict[str, Any]] = [{"seconds": 10.0, "spent": {"kwh": 0.5}}]
+    costs += [{"seconds": 20.25, "spent": {"usd": 1.0, "kwh": 0.0}}, {}, {"seconds": 100.0}]
+    for record, score, cost in zip(records, scores, costs, strict=True):
+        job = RunDir.at(ledger.folder / record.folder)
+        job.summary.write_text(json.dumps({"status": "completed", **cost}))
+        points = [{"step": step, "acc/val_top1": float(record.number + step)} for step in (1, 2)]
+        job.metrics.write_text("".join(f"{json.dumps(point)}\n" for point in points))
+        state, error = (State.failed, "odd\nmore") if score is None else (State.done, "")
+        ledger.end(ledger.start(record), state, objective=score, error=error)
+    RunDir(ledger.folder / records[0].folder).report.touch()
+    shown = _facts(ledger)
+    *charts, (title, lines) = shown.pop("charts")
+    colours = [pictures.ORANGE, pictures.BLUE, pictures.GREEN]
+    assert title == "val top-1 of each job"
+    assert [(line["label"], line["colour"]) for line in lines["curves"]] == [
+        (label, colour) for label, colour in zip(("best", "job 1", "job 0"), colours, strict=True)
+    ]
+    rows = [[2.0, 1.0, 90.0], [1.0, 2.0, 80.0], [1.0, 1.0, 0.0]]
+    assert charts == [
+        (
+            "What was varied, and the score: the darker the better, orange is the best",
+            (["a", "seed", "val top-1"], rows, [90.0, 80.0, 0.0]),
+        ),
+        ("Score against seconds, by job", ((20.25, 10.0), (80.0, 0.0), ("1", "0"), "seconds", "val top-1")),
+        ("Score against kWh, by job", ((0.0, 0.5), (80.0, 0.0), ("1", "0"), "kWh", "val top-1")),
+        ("Score against USD, by job", ((1.0,), (80.0,), ("1",), "USD", "val top-1")),
+    ]
+    assert dict(shown.pop("importance")) == pytest.approx({"a": 1666.667 / 4866.667, "seed": 816.667 / 4866.667})
+    assert shown == {
+        "title": "Sweep sweep",
+        "folder": str(tmp_path / "sweep"),
+        "headline": "",
+        "notes": ["job 3: odd\njob 3: more"],
+        "summary": [
+            ("jobs", "3 done, 1 failed"),
+            ("best", "job 2 with 90.00 % top-1: a=2 seed=1"),
+            ("seconds of all", "130"),
+            ("kWh of all", "0.5"),
+            ("USD of all", "1"),
+        ],
+        "columns": ["job", "state", "a", "seed", "val top-1", "seconds", "kWh", "USD"],
+        "numbers": 4,
+        "jobs": [
+            ("002-a%3D2%20s%3D1/", ["2", "done", "2", "1", "90.00", "", "", ""]),
+            ("001-a%3D1%20s%3D2/", ["1", "done", "1", "2", "80.00", "20.2", "0", "1"]),
+            ("000-a%3D1%20s%3D1/report.html", ["0", "done", "1", "1", "0.00", "10", "0.5", ""]),
+            ("003-a%3D2%20s%3D2/", ["3", "failed", "2", "2", "", "100", "", ""]),
+        ],
+        "command": "lockstep train -m hydra/sweeper=basic a=1,2 seed=1,2 hydra.sweep.dir=sweep",
+    }
+    (ledger.folder / records[1].folder / "summary.json").write_text("{")
+    damaged = _facts(ledger)
+    assert "summary.json" in damaged["notes"][0]
+    shutil.rmtree(ledger.folder / "jobs")
+    (ledger.folder / "jobs").mkdir()
+    empty = _facts(ledger)
+    assert (empty["columns"], empty["summary"]) == (["job", "state", "a", "seed", "val top-1"], [])
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_the_best_of_a_sweep_is_the_brightest_in_its_charts(
+    direction: Direction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains: list[list[float]] = []
+    monkeypatch.setattr(pictures, "parallel", lambda columns, rows, colours: gains.append([*colours]))
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(swept=("a",), words=("a=1,2",), direction=direction))
+    for record in ledger.enter([((f"a={a}",), "a") for a in (1, 2)]):
+        (tmp_path / record.folder).mkdir()
+        ledger.end(ledger.start(record), State.done, objective=float(record.number + 1))
+    _facts(ledger)
+    assert gains == [[2.0, 1.0] if direction is Direction.maximize else [-1.0, -2.0]]
+
+
+@pytest.mark.parametrize("file", ["overrides", "summary"])
+def test_a_run_of_which_one_file_is_left_has_a_page(file: str, tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    getattr(run, file).write_text("[]" if file == "overrides" else "{}")
+    report(str(run.path))
+    assert run.report.is_file()
+
+
+def test_the_end_of_a_run_names_its_page_or_the_command_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir.at(tmp_path / "run")
+    run.summary.write_text("{}")
+
+    def ended(when: str) -> str:
+        info: Any = SimpleNamespace(folder=run.path, config={"telemetry": {"report": when}})
+        Listener(info).completed({"seconds": 1.0})
+        return capsys.readouterr().out
+
+    assert ended("never") == "   report       lockstep report run\n"
+    assert ended("always") == "   report       run/report.html\n"
+    monkeypatch.setattr("lockstep.report.run_page.write_report", lambda run: {}["none"])
+    shown = ended("always")
+    assert "warning: report.html could not be written (KeyError: 'none')" in shown
+    assert shown.endswith("   report       lockstep report run\n")
+
+
+def test_steps_that_are_one_make_no_chart_and_a_thousand_has_a_comma() -> None:
+    assert line_chart([("loss", "red", [1.0, 1.0], [2.0, 3.0])]) == {}
+    (curve,) = line_chart([("loss", "red", [1.0, 1000.0], [0.0, 100.0])])["curves"]
+    places = [round(BOTTOM + (value + 4) / 108 * (TOP - BOTTOM), 1) for value in (0, 100)]
+    assert [(place, text) for _, place, text in curve["points"]] == [
+        (places[0], "step 1: 0"),
+        (places[1], "step 1,000: 100"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "whole", "ticks"),
+    [
+        (0.0, 1.0, False, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (1.0, 2.0, True, ["1", "2"]),
+        (0.0, 5000.0, True, ["0", "1,000", "2,000", "3,000", "4,000", "5,000"]),
+        (-0.35, 0.35, False, ["-0.2", "0", "0.2"]),
+        (3.1, 27.9, False, ["5", "10", "15", "20", "25"]),
+    ],
+)
+def test_the_ticks_of_an_axis_are_few_round_numbers(low: float, high: float, whole: bool, ticks: list[str]) -> None:
+    assert [text for _, text in _axis(low, high, 0, 100, whole=whole)[1]] == ticks
+
+
+def test_curves_without_a_colour_of_their_own_have_different_ones_and_their_own_names() -> None:
+    figures = [(step, {f"gpu/util/{gpu}": float(step) for gpu in range(9)}) for step in (1, 2)]
+    ((_, chart),) = charts(figures, {"GPU": [Figure("gpu/util/", "GPU", colour="")]})
+    assert [curve["label"] for curve in chart["curves"]] == [f"util/{gpu}" for gpu in range(9)]
+    assert [curve["colour"] for curve in chart["curves"]] == [*pictures.COLOURS, pictures.COLOURS[0]]
+    ((_, chart),) = charts(figures, {"GPU": [Figure("gpu/util/0", "GPU", colour="red", curve="first")]})
+    assert [(curve["label"], curve["colour"]) for curve in chart["curves"]] == [("first", "red")]
+
+
+def test_twenty_metrics_and_twenty_values_have_charts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"loss/val": 1.0, **{f"metric/m{number:02}": 0.5 for number in range(21)}}
+    run.metrics.write_text("".join(f"{json.dumps({'step': step, **line})}\n" for step in (1, 2)))
+    titles = [title for title, _ in facts_of(Run(run.path))["curves"]]
+    assert titles == ["Loss", *(f"m{number:02}, validation" for number in range(20))]
+    assert len([name for name, _ in facts_of(Run(run.path))["summary"] if name.startswith("last m")]) == 20
+    monkeypatch.setattr(pictures, "against_true", lambda predictions, value: str(value))
+    many = replace(OF_VALUES, names=[f"v{number}" for number in range(21)], points=OF_VALUES.points[:1] * 21)
+    shown = [*charts_of_predictions(many)]
+    assert shown == [(f"Predicted against true: v{number}", str(number)) for number in range(20)]
+    assert [*charts_of_predictions(ONE_VALUE)] == [("Predicted against true", "0")]
+    assert [*charts_of_predictions(replace(OF_LABELS, targets="classes"))] == []
+
+
+def test_wrong_predictions_of_classes_are_shown_and_all_of_labels(run: RunDir) -> None:
+    counts: dict[str, Any] = {"examples": [4, 2], "predicted": [2, 4], "hits": [1, 1], "confusion": [[1, 3], [1, 1]]}
+    examples = [{**EXAMPLE, "label": label, "predicted": 1, "probability": 0.934} for label in (0, 1)]
+    of_classes = Predictions(step=1234, names=["a", "b"], **counts, curves=[], worst=examples)
+    shown = _predictions(Run(run.path), of_classes)
+    assert [(of["is"], of["said"], of["share"]) for of in shown["worst"]] == [("a", "b", " (93 %)")]
+    assert (shown["step"], shown["kind"], shown["number"]) == ("1,234", "class", 2)
+    assert shown["classes"] == [("a", "4", "50.0", "25.0", "33.3"), ("b", "2", "25.0", "50.0", "33.3")]
+    assert shown["confused"] == ["a as b: 3 of 4", "b as a: 1 of 2"]
+    shares = [(name, [(count, round(float(share), 4)) for count, share in row]) for name, row in shown["matrix"]]
+    assert shares == [("a", [(1, 0.5), (3, 0.866)]), ("b", [(1, 0.7071), (1, 0.7071)])]
+    same = replace(OF_LABELS, worst=[{**EXAMPLE, "label": [0], "predicted": [0]}])
+    shown = _predictions(Run(run.path), same)
+    assert (len(shown["worst"]), shown["kind"]) == (1, "label"), "its probabilities may be wrong"
+    for classes in (20, 21):
+        names = [f"c{label}" for label in range(classes)]
+        kinds: dict[str, Any] = {name: [1] * classes for name in ("examples", "predicted", "hits")}
+        confusion = np.ones((classes, classes), int).tolist()
+        shown = _predictions(
+            Run(run.path), Predictions(step=1, names=names, **kinds, confusion=confusion, curves=[], worst=[])
+        )
+        assert (bool(shown["picture"]), len(shown["matrix"])) == ((False, 20) if classes == 20 else (True, 0))
+        assert shown["confused"] == [f"c0 as c{label}: 1 of {classes}" for label in range(1, 11)]
+
+
+def test_control_characters_are_shown_and_secrets_of_addresses_are_not() -> None:
+    shown = rendered("run.html", refresh=7, **{**facts_of(Run(Path("nowhere"))), "title": "a\x00\x0b\x7f\x9fb\tc"})
+    assert "a\\x00\\x0b\\x7f\\x9fb\tc" in shown
+    assert re.search(r'http-equiv="refresh" content="7"', shown)
+    shown = rendered(
+        "run.html", refresh=None, **{**facts_of(Run(Path("nowhere"))), "title": "https://me:pw12345@host"}
+    )
+    assert "pw12345" not in shown
+    assert 'http-equiv="refresh"' not in shown
+    assert [number(value, ".3g", " kWh", "<") for value in (1.0, 0, None, "1", True)] == [
+        "<1 kWh",
+        "<0 kWh",
+        "",
+        "",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("text", ["predicted", "x", "1,234", "W" * 20])
+def test_a_text_in_a_picture_has_all_its_letters(text: str) -> None:
+    page = Image.new("RGB", (400, 40), "white")
+    ImageDraw.Draw(page).text((0, 0), text, fill="black")
+    drawn, whole = np.array(pictures._text(text)), np.array(page)
+    height, width = drawn.shape[:2]
+    assert (drawn == whole[:height, :width]).all()
+    assert (whole[:, width:] == 255).all(), "nothing is beside it"

@@ -1,17 +1,25 @@
 """What `auto` becomes: ranks, strategy, threads and micro-batches; and which jobs are refused before they start."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from helpers import built, resolved
+from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
+from lockstep.core.fields import PATH, rule_of
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
+from lockstep.data.datasets import CSV
 from lockstep.job import resolve, validate
 from lockstep.job.validate import check_job, check_threads, named_objects
-from lockstep.job.validate_with_data import _needs, check_memory
+from lockstep.job.validate_with_data import _needs, check_memory, check_plan
+from lockstep.launcher import Inline, Spawn
+from lockstep.optim.schedule import Constant
 from lockstep.strategy import DDP, Single, Strict
+from lockstep.tasks import Distill
 from lockstep.training.resolved_job import plan_of
 
 TUNED = "model.compile_mode=max_autotune"
@@ -65,6 +73,34 @@ def test_the_virtual_shards_of_strict_runs_are_dealt_to_ranks(ranks: int, shards
     launcher = ["launcher=spawn", f"launcher.ranks={ranks}", "device=cpu"] if ranks > 1 else ["device=cpu"]
     job = resolved(*launcher, "strategy=strict", f"strategy.shards={shards}")
     assert (type(job.strategy), job.repro, job.train.micro_batches) == (Strict, "strict", micro_batches)
+
+
+BELOW = ("_folder", "_shards")  # keys of names below another path
+
+
+@pytest.mark.parametrize("option", classes_of("dataset").values())
+def test_every_path_of_a_data_set_is_the_same_from_another_folder(
+    option: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = [field.name for field in fields(option) if rule_of(option, field.name) is PATH]
+    absolute = resolve._with_absolute_paths(option(**dict.fromkeys(keys, "a/b")))
+    for key in keys:
+        assert getattr(absolute, key) == ("a/b" if key.endswith(BELOW) else str(tmp_path / "a/b")), key
+
+
+def test_the_folders_of_a_job_and_its_teacher_are_the_same_from_another_folder_and_begin_at_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (weights := tmp_path / "w.safetensors").touch()
+    assert Distill(teacher=weights.name).absolute().teacher == str(weights)
+    places = {"a/b": tmp_path / "a/b", "~/a": tmp_path / "home/a", "/a": Path("/a")}
+    for text, place in places.items():
+        job = resolved("device=cpu", f"output_root='{text}'", f"data_root='{text}'")
+        assert job.output_root == job.data_root == str(place)
+        assert resolve._with_absolute_paths(CSV(path=text, images=text)) == CSV(path=str(place), images=str(place))
 
 
 def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
@@ -164,6 +200,43 @@ def test_a_micro_batch_is_as_large_as_the_largest_one(micro_batches: int | str, 
 def test_no_more_is_read_ahead_than_workers_keep_and_a_run_has(steps: int, images: int) -> None:
     job = resolved("device=cpu", "loader=streaming", "loader.workers=2", "loader.prefetch=4")
     assert [*_needs(job, plan(10, total_steps=steps))][-1][0] == f"{images} images that are read ahead"
+
+
+def test_images_to_train_on_to_evaluate_and_to_read_are_each_counted_in_their_own_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = resolved("device=cpu", "train.size=12", "train.eval_batch=5", "loader=streaming", "loader.workers=1")
+    for name, shape in (("image_shape", (1, 20, 16)), ("input_shape", (1, 8, 8))):
+        monkeypatch.setattr(type(job.dataset), name, shape)
+    ahead = 10 * int(job.loader.prefetch)
+    assert [size for _, size, _ in _needs(job, plan(10))] == [4 * 10 * 12**2, 4 * 5 * 8**2, ahead * 20 * 16]
+
+
+@pytest.mark.parametrize("wrong", [1, 3])
+def test_a_schedule_is_tried_at_its_first_and_its_last_step_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    monkeypatch.setattr(Constant, "factor", lambda self, step, plan, scores: -1.0 if step == wrong else 0.5)
+    with pytest.raises(InputError, match=f"^the schedule Constant gives step {wrong} the factor -1"):
+        check_plan(resolved("device=cpu", "schedule=constant", "steps=3"))
+
+
+def test_a_block_of_evaluation_has_as_many_pixels_and_at_least_an_image() -> None:
+    job = resolved("device=cpu")
+    for side, images in ((8, 256), (128, 256), (129, 252), (2048, 1), (2049, 1)):
+        data = SimpleNamespace(input_shape=(3, side, side))
+        assert resolve._eval_batch(built().train, data) == images  # type: ignore[arg-type]
+    assert job.train.eval_batch == 256
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_what_auto_becomes_has_the_keys_that_were_set_for_auto(value: bool) -> None:
+    own = (f"strategy.sync_batchnorm={str(value).lower()}", "launcher.timeout=7min", "launcher.threads=3")
+    for ranks, strategy, launcher in ((1, Single, Inline), (2, DDP, Spawn)):
+        job = resolved("device=cpu", f"launcher.ranks={ranks}", *own, "launcher.backend=gloo")
+        assert (type(job.strategy), type(job.launcher)) == (strategy, launcher)
+        assert job.launcher == launcher(ranks=ranks, timeout="7min", threads=3, backend="gloo")
+        assert job.strategy == (DDP(sync_batchnorm=value) if ranks > 1 else Single())
 
 
 @pytest.mark.parametrize(("device", "ranks", "copies"), [("cpu", 1, 2), ("cpu", 3, 6), ("cuda", 2, 2)])

@@ -94,3 +94,32 @@ def test_some_numbers_of_an_example_are_the_same_in_all_epochs_and_the_others_ar
     assert torch.equal(first.epoch_invariant(2), second.epoch_invariant(2))
     assert not bool((first.epoch_invariant(2) == first.epoch_invariant(3)).any())
     assert not bool((first.uniform(2) == second.uniform(2)).any())
+
+
+def test_a_resume_with_a_later_version_draws_the_same_numbers() -> None:
+    names = ("ORDER", "AUGMENT", "GENERATOR", "MIX", "LASTING", "CUTOUT", "FORWARD", "FORWARD_BATCH", "BALANCED")
+    assert [getattr(rng, name) for name in (*names, "ERASE", "MIX_BATCH")] == [*range(1, 12)]
+    for seed, step, micro_batch in ((0, 1, 0), (7, 3, 1), (7, 1, 3), (2**63, 10**6, 0)):
+        word = rng.key(seed, 3, step, micro_batch) % 2**64
+        assert rng.generator_seed(seed, step, micro_batch) == word >> 1
+    indices = torch.arange(5)
+    draws = rng.SampleRNG(3, 2, indices)
+    assert torch.equal(draws.keys, rng.draw(rng.key(3, 2, 2), indices))
+    assert torch.equal(draws.epoch_invariant(4), rng.uniform(rng.draw(rng.key(3, 5), indices), 4))
+    assert torch.equal(rng.permutation(3, 2, 9), rng.draw(rng.key(3, 1, 2), torch.arange(9)).argsort())
+
+
+def test_several_numbers_of_an_example_are_those_that_it_has_one_by_one() -> None:
+    draws = rng.SampleRNG(3, 1, torch.arange(5))
+    several = draws.uniform(torch.arange(4))
+    assert several.shape == (5, 4)
+    for number in range(4):
+        assert torch.equal(several[:, number], draws.uniform(number))
+
+
+def test_a_seed_of_a_forward_pass_is_that_of_torchs_generator() -> None:
+    torch.manual_seed(12)
+    expected = torch.rand(3)
+    torch.rand(7)
+    rng.reseed(torch.device("cpu"), 12)
+    assert torch.equal(torch.rand(3), expected)

@@ -20,8 +20,12 @@ from lockstep.records.ledger import Identity
 from lockstep.records.runs import differing, groups, read_runs
 from lockstep.report.compare import causes
 
-ANOTHER = {role for role in Role if role.makes_another_run}
+ANOTHER = {Role.identity, Role.schedule, Role.pixels, Role.start, Role.sample}
 SAME = {*Role} - ANOTHER - {Role.rounding}
+
+
+def test_a_role_makes_another_run_or_says_more_of_the_same_one() -> None:
+    assert {role for role in Role if role.makes_another_run} == ANOTHER
 
 
 def option_fields(group: str) -> dict[str, list[str]]:
@@ -147,3 +151,30 @@ def test_a_key_of_an_option_of_a_users_has_the_role_that_its_class_says(monkeypa
     monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
     assert {key: role_of(key, config) for key in expected} == expected
     assert fields_with("strategy", Mine(), Role.rounding) == {"buckets", "shards"}
+
+
+@pytest.mark.parametrize("group", sorted(MANY))
+def test_a_key_of_a_named_component_of_a_users_has_the_role_that_its_class_says(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+    monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
+
+    @option(group)
+    class Mine:
+        named: int = ranged(2, least=1, most=8)  # as the component is
+        shown: bool = with_role(Role.display, False)
+        dropped: float = with_role(Role.identity, ranged(0.0, least=0, most=1))
+
+        def build(self, *_: object) -> Any:
+            """Nothing is built here."""
+
+    config = {group: {"named": options.default_node(group, Mine)}}
+    usual = role_of(group)
+    expected = {"named": usual, "named.named": usual, "named.shown": Role.display, "named.dropped": Role.identity}
+    assert {key: role_of(f"{group}.{key}", config) for key in expected} == expected
+
+
+def test_of_hydras_own_keys_the_sweeper_alone_makes_another_sweep() -> None:
+    keys = ("hydra/sweeper", "hydra/launcher", "hydra/job_logging", "hydra.job.name", "hydra.launcher.jobs")
+    assert [key for key in keys if role_of(key) is not Role.shared] == ["hydra/sweeper"]

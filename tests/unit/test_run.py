@@ -1,19 +1,26 @@
 """What a run folder says, whatever became of its files: whole, missing, damaged, or of other types."""
 
+import itertools
 import json
 import math
 import os
 import socket
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from helpers import train_here
+from lockstep.core.figures import Predictions, digits, finite, place_of, read_figures, read_samples
+from lockstep.core.model_card import TARGETS
 from lockstep.core.run import Run, State, born, candidates, step_of
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.tags import FIGURES
 
 NO_PROCESS = 2**22 + 1  # more than any system numbers
 # What can be asked of a run, and the file that has it.
@@ -70,12 +77,18 @@ def test_a_damaged_file_is_empty_with_one_sentence_that_names_it(tmp_path: Path,
     assert [str(path) in sentence and "\n" not in sentence for sentence in files.damage] == [True] * (not skips)
 
 
+TEXTS = ("status", "run", "error", "monitor", "stopped_early")
+NUMBERS = ("started", "seconds", "step", "steps", "steps_per_epoch", "objective", "best", "best_step", "skipped")
+NUMBERS += ("img_per_s", "data_wait_pct", "gpu_memory", "cpu_mem_gb")
+TABLES, FINDINGS = ("spent", "time", "scores", "test", "directions"), ("verdict", "learning")
+
+
 @pytest.mark.parametrize("value", ["x", [1], {"a": "x"}, True, math.nan, math.inf], ids=repr)
-@pytest.mark.parametrize("key", ["status", "started", "steps", "objective", "img_per_s", "spent", "time", "verdict"])
+@pytest.mark.parametrize("key", [*TEXTS, *NUMBERS, *TABLES, *FINDINGS])
 def test_a_summary_of_other_types_is_damaged_as_a_whole(tmp_path: Path, key: str, value: object) -> None:
     run = RunDir.at(tmp_path)
     run.summary.write_text(json.dumps({"status": "completed", "steps": 3, key: value}))
-    if (key == "status" and value == "x") or (key == "verdict" and isinstance(value, dict)):
+    if (key in TEXTS and value == "x") or (key in FINDINGS and isinstance(value, dict)):
         assert run.read_summary()[key] == value
         return
     with pytest.raises(UnreadableFile, match="is not the summary of a run"):
@@ -93,10 +106,12 @@ def test_a_summary_of_other_types_is_damaged_as_a_whole(tmp_path: Path, key: str
         ({"host": "another", "pid": os.getpid()}, State.running),
         ({"host": "another", "pid": NO_PROCESS}, State.running),
         ({"pid": os.getpid()}, State.killed),
+        ([1], State.killed),
+        ({"host": socket.gethostname(), "pid": str(os.getpid())}, State.killed),
     ],
 )
 def test_a_run_runs_while_its_process_lives_and_on_another_machine_nobody_knows(
-    tmp_path: Path, lock: dict[str, object] | None, state: State
+    tmp_path: Path, lock: dict[str, object] | list[int] | None, state: State
 ) -> None:
     run = RunDir.at(tmp_path)
     run.start_summary()
@@ -110,6 +125,13 @@ def test_a_process_that_nobody_has_waited_for_is_gone() -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert (born(process.pid), bool(born(os.getpid()))) == ("", True)
     process.wait()
+    assert [born(pid) for pid in (None, str(os.getpid()), -1, NO_PROCESS)] == [""] * 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="psutil's time depends on the clock elsewhere")
+def test_a_process_is_told_from_a_later_one_by_the_time_since_the_boot_at_which_it_began() -> None:
+    began = int(born(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    assert psutil.boot_time() + began == pytest.approx(psutil.Process().create_time(), abs=2)
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_last_step_however_many_digits_it_has(tmp_path: Path) -> None:
@@ -144,13 +166,219 @@ def test_the_typed_values_are_those_of_the_keys_without_their_signs(tmp_path: Pa
     assert Run(tmp_path).typed_values == {"seed": "1", "debug": "fast", "name": "a=b", "batch": ""}
 
 
-@pytest.mark.parametrize("key", ["started", "objective", "img_per_s", "spent", "time"])
+@pytest.mark.parametrize("key", [*NUMBERS, *TABLES, *FINDINGS])
 def test_a_number_or_a_table_may_be_null(tmp_path: Path, key: str) -> None:
     RunDir.at(tmp_path).write_summary(**{key: None})
-    assert Run(tmp_path).summary[key] is None
+    run = Run(tmp_path)
+    assert run.summary[key] is None
+    assert (run.spent, run.started, run.score, run.columns) == ({}, 0.0, None, {})
+    assert run.directions == {"loss/val": "minimize", "acc/val_top1": "maximize"}
 
 
 def test_a_series_has_the_first_finite_figure_of_each_step(tmp_path: Path) -> None:
     lines = [{"step": 1, "a": 1.0}, {"step": 2, "a": None, "b": 2.0}, {"step": 3, "c": 3.0}, {"step": 4, "b": 4.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert Run(tmp_path).series("a", "b") == [(1, 1.0), (2, 2.0), (4, 4.0)]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "b": 2.0, "a": 1.0}\n')
+    assert (Run(tmp_path).series("a", "b"), Run(tmp_path).series("b", "a")) == ([(1, 1.0)], [(1, 2.0)])
+
+
+def test_only_a_line_of_figures_is_read_and_the_time_of_a_line_is_none(tmp_path: Path) -> None:
+    whole = [{"step": 1, "time": 5.0, "a": 1.5}, {"step": 2, "a": 2, "b": None}, {"step": 3}]
+    broken = [{"step": True, "a": 1}, {"step": 1.0, "a": 1}, {"step": "1"}, {"a": 1}, {"step": 4, "a": "x"}]
+    broken += [{"step": 4, "a": True}, {"step": 4, "a": [1]}, {"step": 4, "a": math.nan}, [1], "step", 1, None]
+    lines = [json.dumps(line) for pair in itertools.zip_longest(broken, whole) for line in pair if line is not None]
+    (file := tmp_path / "metrics.jsonl").write_text(
+        "\n".join([*lines, "{", "", "[" * 100_000, '{"step": 9, "a": 1}'])
+    )
+    assert [*read_figures(file)] == [(1, {"a": 1.5}), (2, {"a": 2}), (3, {})], "the last line was cut"
+    (_, with_null, _) = read_figures(file, nulls=True)
+    assert (with_null[1]["a"], math.isnan(with_null[1]["b"])) == (2, True)
+    assert [*read_figures(tmp_path / "none")] == [*read_samples(tmp_path / "none")] == []
+
+
+def test_a_line_of_a_gpu_has_its_numbers_by_rank(tmp_path: Path) -> None:
+    line = {
+        "time": 1.0,
+        "step": 3,
+        "local_rank": 1,
+        "uuid": "GPU-1",
+        "util": 50,
+        "name": "H200",
+        "on": True,
+        "w": None,
+    }
+    lines = [line, *({key: value for key, value in line.items() if key != gone} for gone in [*line][:4]), [1], "x", 3]
+    (file := tmp_path / "gpu.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in lines) + "{\n")
+    assert [*read_samples(file)] == [(3, {"gpu/util/1": 50})]
+
+
+def test_every_figure_is_read_up_to_the_place_where_a_run_logs_it(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for figure in FIGURES:
+        file.write_text(json.dumps({"step": 3, figure.tag + "x" * figure.tag.endswith("/"): 1.0}) + "\n")
+        places = (2.75, 3, 3.5, 3.75, 4)
+        steps = {place: [step for step, _ in read_figures(file, place)] for place in places}
+        assert steps == {place: [3] * (place >= 3 + figure.delay) for place in places}, figure.tag
+
+
+def test_a_step_is_before_its_evaluation_which_is_before_the_test_and_a_line_is_where_its_latest_figure_is() -> None:
+    in_order = (("optim/lr", "perf/step_ms"), ("loss/val", "perf/time/data", "loss/train_epoch"), ("test/loss",))
+    places = [{place_of(3, [tag, *in_order[0]]) for tag in tags} for tags in in_order]
+    assert [len(same) for same in places] == [1, 1, 1]
+    assert 3 == min(places[0]) < min(places[1]) < min(places[2]) < 4
+    for before, tags in itertools.pairwise(in_order):
+        assert place_of(3, [*before, *tags]) == place_of(3, [*tags, *before]) == place_of(3, tags[:1])
+
+
+@pytest.mark.parametrize("objective", [0.0, None])
+def test_a_table_shows_the_chosen_metrics_without_the_monitor_and_the_test_of_a_run_with_a_score(
+    tmp_path: Path, objective: float | None
+) -> None:
+    run = RunDir.at(tmp_path)
+    metrics = {"metric": {name: {} for name in ("auroc", "f1", "kappa", "map")}}
+    run.composed.write_text(json.dumps(metrics))
+    scores = {"auroc": 0.9, "f1": 0.0, "kappa": None, "top1": 80.0}
+    run.write_summary(monitor="auroc", objective=objective, scores=scores, test={"auroc": 0.0, "f1": 0.5})
+    assert Run(tmp_path).columns == ({} if objective is None else {"f1": 0.0, "test": 0.0})
+
+
+def test_the_choices_of_a_run_are_those_of_its_groups_and_its_swept_values_those_of_its_line(tmp_path: Path) -> None:
+    sweep, run = tmp_path, RunDir.at(tmp_path / "000-x")
+    chosen = {"model": "linear", "experiment": None, "hydra/sweeper": "grid", "fold": 3}
+    (run.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": chosen}}}))
+    run.overrides.write_text(json.dumps(["seed=1", "model.width=3", "optimizer.lr=0.1"]))
+    assert Run(run.path).choices == {"model": "linear", "fold": "3"}
+    for content, expected in (('{"swept": ["seed", "batch"]}', {"seed": "1"}), ("{}", {}), ("[", {}), ("[]", {})):
+        (sweep / "sweep.json").write_text(content)
+        assert Run(run.path).swept == expected
+
+
+def test_a_folder_that_nobody_may_look_at_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")  # here, because root, who may run the tests, may look at any
+
+    monkeypatch.setattr(Path, "is_symlink", refused)
+    run = Run(tmp_path)
+    assert (run.environment, run.damage) == ({}, [f"{tmp_path} cannot be read (Permission denied)"])
+
+
+@pytest.mark.parametrize("name", ["summary", "composed", "choices", "overrides", "environment", "predictions"])
+def test_a_run_is_damaged_by_the_files_that_say_what_it_is_and_then_has_no_score(tmp_path: Path, name: str) -> None:
+    run_dir = RunDir.at(tmp_path)
+    run_dir.write_summary(status="failed", objective=90.0, error="the loss is nan")
+    CONTENTS[name](run_dir).write_text("[")
+    run = Run(tmp_path)
+    if name in ("environment", "predictions"):
+        assert (run.problem, run.state, run.score, run.error) == ("", State.failed, 90.0, "the loss is nan")
+    else:
+        assert str(CONTENTS[name](run_dir)) in run.problem
+        assert (run.state, run.score, run.error) == (State.damaged, None, run.problem)
+
+
+def test_the_first_damage_is_the_problem(tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path)
+    for file in (run_dir.composed, run_dir.overrides):
+        file.write_text("[")
+    assert Run(tmp_path).problem.startswith(f"{run_dir.composed} ")
+
+
+def test_the_state_of_a_run_is_what_its_summary_says_also_one_of_another_version(tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path)
+    assert (Run(tmp_path).state, Run(tmp_path).status) == (State.waiting, "waiting")
+    states = {"completed": "done", "failed": "failed", "stopped": "stopped", "pruned": "pruned", "paused": "paused"}
+    for written, state in states.items():
+        run_dir.write_summary(status=written)
+        assert (Run(tmp_path).state, Run(tmp_path).status) == (state, state), "nothing was evaluated"
+
+
+def test_how_far_a_run_is_saved_is_known_from_its_last_checkpoint_and_its_plan(tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path)
+    assert Run(tmp_path).saved == ""
+    for text, says in (("step-00000312\n", "step 312 of an unknown number"), ("other\n", ""), ("", "")):
+        run_dir.last.write_text(text)
+        assert Run(tmp_path).saved == says
+    run_dir.last.write_text("step-00000312")
+    run_dir.write_summary(steps=345)
+    assert Run(tmp_path).saved == "step 312 of 345"
+
+
+def test_a_run_of_an_earlier_version_has_the_usual_monitor_and_the_directions_of_its_scores(tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path)
+    for monitor in ({}, {"monitor": ""}):
+        run_dir.write_summary(**monitor)
+        assert str(Run(tmp_path).monitor) == "top1"
+    run_dir.write_summary(monitor="-error", scores={"top1": 1.0, "f1": 2.0, "loss": 3.0, "error": 4.0})
+    expected = {"acc/val_top1": "maximize", "metric/f1": "maximize", "loss/val": "minimize"}
+    assert Run(tmp_path).directions == expected | {"metric/error": "minimize"}
+    run_dir.write_summary(directions={"loss/val": "maximize"})
+    assert Run(tmp_path).directions == {"loss/val": "maximize"}
+
+
+def test_the_code_of_a_run_is_that_of_packages_whose_record_has_the_form_of_ours(tmp_path: Path) -> None:
+    file = RunDir.at(tmp_path).environment
+    whole = {"version": "1.0", "files": {"a.py": "ab"}}
+    earlier = [{"mine": whole, "until": 3}]
+    recorded = {
+        "code": {"mine": whole, "text": "x", "empty": {}, "listed": {"files": ["a"]}},
+        "earlier_code": earlier,
+    }
+    for content, code, before in (
+        (recorded, {"mine": whole}, earlier),
+        ({"code": {}, "earlier_code": ["x", *earlier, None]}, {}, earlier),
+        ({"code": ["mine"], "earlier_code": {"mine": whole}}, None, []),
+        ({"code": None, "earlier_code": None}, None, []),
+        ({}, None, []),
+    ):
+        file.write_text(json.dumps(content))
+        assert (Run(tmp_path).code, Run(tmp_path).earlier_code) == (code, before)
+
+
+def test_the_number_of_classes_is_that_of_their_names(tmp_path: Path) -> None:
+    lists: dict[str, Any] = dict.fromkeys(("examples", "predicted", "hits", "confusion", "curves", "worst"), ())
+    assert Run(tmp_path).classes is None
+    Predictions(step=1, names=["a", "b", "c"], **lists, targets="values").write(RunDir(tmp_path).validation)
+    assert Run(tmp_path).classes == 3
+
+
+def test_what_a_run_is_stands_in_its_newest_checkpoint_with_facts_however_long_they_are(tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path)
+    for step in (1, 2, 3):
+        (run_dir.checkpoints / f"step-{step:08}").mkdir()
+    for step in (1, 2):
+        facts = {"identity": {"step": step, "names": ["x" * 50] * 10_000}}
+        (run_dir.checkpoints / f"step-{step:08}" / "facts.json").write_text(json.dumps(facts))
+    assert Run(tmp_path).identity["step"] == 2, "the third was cut short"
+    (run_dir.checkpoints / "step-00000002" / "facts.json").write_text('{"identity": [2]}')
+    assert Run(tmp_path).identity == {}
+
+
+def test_predictions_of_many_classes_are_read_and_those_of_another_form_are_told(tmp_path: Path) -> None:
+    lists: dict[str, Any] = {key: [] for key in ("predicted", "hits", "confusion", "curves", "worst")}
+    names = [f"class {number}" for number in range(40_000)]
+    own = Predictions(step=1, names=names, examples=[1] * len(names), **lists)
+    own.write(file := tmp_path / "validation.json")
+    assert Predictions.read(file) == own
+    assert json.loads(file.read_text()).keys() == {"step", "names", "examples", *lists}, "without the defaults"
+    for text in ('{"step": 1}', "[]", "3"):
+        file.write_text(text)
+        with pytest.raises(UnreadableFile, match=r"validation\.json is not a file of predictions"):
+            Predictions.read(file)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(own, average_precision=[math.nan]).write(file)
+
+
+def test_answers_are_in_words_with_their_own_names_or_others() -> None:
+    lists: dict[str, Any] = dict.fromkeys(("examples", "predicted", "hits", "confusion", "curves", "worst"), ())
+    names, own = (
+        ("a", "b", "c"),
+        {kind: Predictions(step=1, names=("a", "b", "c"), **lists, targets=kind) for kind in TARGETS},
+    )
+    assert own["classes"].in_words(2) == "c"
+    assert own["classes"].in_words(2, ("x", "y", "z")) == "z"
+    assert [own["labels"].in_words(labels, names) for labels in ([], [0, 2])] == ["none", "a, c"]
+    assert own["values"].in_words([0.1]) == "0.1"
+    assert own["values"].in_words([None]) == "not a number"
+    assert own["values"].in_words([0.1, 2.0], ("", "width")) == "0.1, width 2"
+    assert finite({"a": 1.0, "b": math.nan, "c": math.inf, "d": -math.inf, "e": 0.0}) == {"a": 1.0, "e": 0.0}
+    assert [digits(number) for number in (2.0, 0.5, 1e22, 10)] == ["2", "0.5", "1e+22", "10"]

@@ -17,10 +17,10 @@ from helpers import composed, run_dir
 from lockstep.config.composition import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
-from lockstep.core.formats import FileFormat, stamp
+from lockstep.core.formats import FileFormat, NewerFormat, stamp
 from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
-from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, pointed, slug
+from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, near_path, pointed, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_folder
 from lockstep.job.resume import decide_resume
@@ -36,9 +36,11 @@ STAMP = stamp(FileFormat.run)
 
 def test_a_name_becomes_one_safe_folder_name_and_two_long_ones_stay_two() -> None:
     names = {"../../../etc/passwd": "etc_passwd", "a b\n[c]": "a_b_c", "..": "job", "": "job"}
+    names |= {".a.": "a", "_a_": "a", "-a-": "-a-", "a+b=c,d.e-f_g": "a+b=c,d.e-f_g", "\udcff": "job"}
     plain = ("digits-resnet18", "model=resnet18,seed=1")
     assert {text: slug(text) for text in (*names, *plain)} == names | dict(zip(plain, plain, strict=True))
     assert len({slug("x" * 200), slug("x" * 201), slug("x" * 200 + "/"), slug("訓練" * 60), slug("訓練" * 61)}) == 5
+    assert len({slug("x" * 200 + end) for end in ("/", "\udcff", "\udcfe", "?")}) == 4, "the hash is of the text"
 
 
 @given(st.text())
@@ -192,6 +194,7 @@ def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_pat
     run = begun(tmp_path / "run")
     run.metrics.write_text("")
     if logged:
+        run.lock.write_text("{}")
         run.log.write_text("trained\n")
         run.rank_log(0).write_text("trained\n")
         run.rank_error(0).write_text("a longer, older error")
@@ -303,6 +306,151 @@ def test_a_start_that_was_killed_leaves_a_folder_to_start_in_and_a_users_folder_
     assert not run.only_prepared
 
 
+PREPARED = (".lock", "config.yaml", "command.txt", "env.json", "code.diff", "summary.json", "train.log", ".x.tmp")
+PREPARED += (".hydra/overrides.yaml", ".hydra/config.yaml", ".hydra/hydra.yaml", "logs/slurm-7.log", "logs/x.tmp")
+PREPARED += ("logs/rank0.log", "logs/rank12.log", "logs/rank3.error.json", "logs/rank12.error.json")
+TRAINED = ("metrics.jsonl", "metrics.csv", "model.safetensors", "logs/other.log", ".hydra/other.yaml", "more/x.log")
+
+
+@pytest.mark.parametrize("name", [*PREPARED, *TRAINED])
+def test_a_job_that_was_killed_while_it_was_prepared_leaves_these_files_alone(tmp_path: Path, name: str) -> None:
+    run = RunDir.at(tmp_path)
+    (file := tmp_path / name).parent.mkdir(exist_ok=True)
+    file.touch()
+    assert run.only_prepared == (name in PREPARED)
+    assert (file in run.prepared_files()) == (name in PREPARED and file.suffix != ".tmp")
+    assert (file in run.log_files()) == (
+        (name in PREPARED and "logs/rank" in name) or file.name in ("train.log", "slurm-7.log")
+    )
+    assert (file in run.rank_errors()) == name.endswith(".error.json")
+    assert run.began == (name == "metrics.jsonl")
+
+
+def test_a_new_run_folder_comes_with_all_folders_that_were_made_for_it_the_deepest_first(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "runs"
+    run, new = RunDir.provide(None, root, "job")
+    assert new == [run.hydra, run.logs, run.checkpoints, run.path, root, root.parent]
+    assert RunDir.provide(None, root, "job")[1][4:] == []
+    folder = root / "mine"
+    expected = [folder, *(folder / name for name in (".hydra", "logs", "checkpoints"))]
+    assert RunDir.provide(folder, tmp_path, "job") == (RunDir(folder), sorted(expected, reverse=True))
+    assert RunDir.provide(folder, tmp_path, "job") == (RunDir(folder), [])
+
+
+def test_a_disk_that_is_full_before_a_run_is_a_fault_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, **options: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(StorageError, match=r"run cannot be written \(No space left on device\)"):
+        RunDir.at(tmp_path / "run")
+
+
+def test_a_summary_keeps_its_version_and_a_start_takes_what_it_is_told(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path)
+    run.summary.write_text(json.dumps({**STAMP, "lockstep": "0.9", "step": 1}))
+    run.write_summary(step=2)
+    assert run.read_summary() == {**STAMP, "lockstep": "0.9", "step": 2}
+    run.start_summary(status="resumed")
+    assert run.read_summary() == {**STAMP, "status": "resumed"}
+    run.summary.write_text(json.dumps({"format": 99, "lockstep": "9.0"}))
+    with pytest.raises(NewerFormat, match="of a run folder"):
+        run.read_summary()
+    run.write_ending(InputError("hides nothing of why the job ended"))
+    assert json.loads(run.summary.read_text()) == {"format": 99, "lockstep": "9.0"}
+
+
+@pytest.mark.parametrize("config", ["", "{}", "[]", "output_root: null", "output_root: [1]", "!"])
+def test_an_ending_is_written_whatever_the_config_says_of_its_root(tmp_path: Path, config: str) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.config.write_text(config)
+    run.write_ending(Stopped("early"))
+    assert run.read_summary()["error"] == "early"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("summary.json", "run folder"), ("manifest.json", "checkpoint"), ("sweep.json", "sweep")]
+)
+def test_a_folder_of_a_later_version_is_refused_and_a_damaged_one_is_not(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    (tmp_path / name).write_text('{"format": 99, "lockstep": "9.0"}')
+    with pytest.raises(NewerFormat, match=f"{name} has format 99 of a {kind}"):
+        pointed(tmp_path, tmp_path, "resume")
+    for text in ("{", "[]", '{"format": "x", "lockstep": "1.0"}', '{"format": 99}'):
+        (tmp_path / name).write_text(text)
+        assert pointed(tmp_path, tmp_path, "resume") == tmp_path
+
+
+def test_latest_is_the_name_of_a_folder_below_its_root_also_of_one_behind_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.at(tmp_path / "disk" / "deep" / "run")
+    run.mark_latest(tmp_path / "disk")
+    (root := tmp_path / "outputs").symlink_to("disk")
+    assert latest(root, "resume").path == run.path
+    run.mark_latest(tmp_path / "new" / "runs")
+    assert (tmp_path / "new" / "runs" / "latest").read_text() == "../../disk/deep/run\n"
+    for itself in (".", "deep/.."):
+        (tmp_path / "disk" / "latest").write_text(itself)
+        with pytest.raises(InputError, match="expected a folder below"):
+            latest(root, "resume")
+    run.config.write_text(f"output_root: {tmp_path}/outputs/../new/runs/\n")
+    assert latest(tmp_path / "new" / "runs", "resume") == run
+    run.mark_latest(tmp_path / "disk")
+    run.mark_latest(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert (
+        pointed(Path("disk/latest"), Path(), "resume")
+        == pointed(Path("latest"), Path("disk"), "resume")
+        == Path("disk/deep/run")
+    )
+    monkeypatch.chdir(tmp_path / "new")
+    assert pointed(Path("../disk/latest"), Path(), "resume") == run.path, "it is not below this folder"
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match=r"^resume: no run has been started in .*none yet; name a run folder$"):
+        pointed(tmp_path / "none" / "latest", Path(), "resume")
+
+
+def test_a_misspelt_path_has_a_similar_one_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("outputs/baseline/checkpoints", "outputs/baseline2", "other"):
+        Path(name).mkdir(parents=True)
+    near = {
+        "outputs/baselin": " Did you mean outputs/baseline or outputs/baseline2?",
+        "outputs/baselin/checkpoints": " Did you mean outputs/baseline/checkpoints?",
+        "outputs/baselin/nothing": "",
+        "outputs/baseline": "",
+        "outputs/else": "",
+        "latst": " Did you mean latest?",
+        "a\0b": "",
+    }
+    assert {name: near_path(Path(name), ["latest"]) for name in near} == near
+    with pytest.raises(InputError, match=r"^resume: outputs/baselin does not exist\. Did you mean outputs/b"):
+        pointed(Path("outputs/baselin"), Path("outputs"), "resume")
+    with pytest.raises(InputError, match=r"^latst does not exist\. Did you mean latest\?$"):
+        pointed(Path("latst"), Path("outputs"), "latst")
+    assert pointed(Path("nothing/like/it"), Path("outputs"), "resume") == Path("nothing/like/it")
+
+
+def test_best_is_the_best_job_of_a_sweep_and_no_link(tmp_path: Path) -> None:
+    for name in ("sweep/003-x", "runs/best", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(InputError, match=r"^resume: there is no .*sweep/best: `best` is in the folder of a sweep"):
+        pointed(tmp_path / "sweep" / "best", tmp_path, "resume")
+    (best := tmp_path / "sweep" / "best").write_text("003-x\n")
+    assert pointed(best, tmp_path, "resume") == tmp_path / "sweep" / "003-x"
+    best.write_text("link")
+    (tmp_path / "sweep" / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"best names link, a symbolic link, expected a folder; name a run folder$"):
+        pointed(best, tmp_path, "resume")
+    assert pointed(tmp_path / "runs" / "best", tmp_path, "resume") == tmp_path / "runs" / "best", "a run of that name"
+    gone = tmp_path / "no" / "such" / "best"
+    assert pointed(gone, tmp_path, "resume") == gone
+
+
 def test_a_kill_never_leaves_the_config_of_one_command_beside_the_overrides_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,3 +464,29 @@ def test_a_kill_never_leaves_the_config_of_one_command_beside_the_overrides_of_a
     monkeypatch.setattr("lockstep.job.prepare.write_atomic", write)
     with job_folder(run, {run.config: "new", run.overrides: "new", run.composed: "new"}):
         assert beside == [False] * 3
+
+
+def test_a_number_in_a_sweep_is_its_job_unless_there_is_a_folder_of_that_name(tmp_path: Path) -> None:
+    for name in (
+        "sweep/003-seed=1",
+        "sweep/012-seed=2",
+        "sweep/1000-seed=3",
+        "sweep/007-seed=4",
+        "sweep/7",
+        "runs/003-x",
+    ):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    jobs = {"3": "003-seed=1", "003": "003-seed=1", "12": "012-seed=2", "1000": "1000-seed=3", "7": "7", "5": "5"}
+    for number, name in jobs.items():
+        assert pointed(tmp_path / "sweep" / number, tmp_path, "resume") == tmp_path / "sweep" / name
+    assert pointed(tmp_path / "runs" / "3", tmp_path, "resume").name == "3", "it is no sweep"
+    with pytest.raises(InputError, match=r"^resume: .*/003-seed=2 does not exist\. Did you mean .*/003-seed=1"):
+        pointed(tmp_path / "sweep" / "003-seed=2", tmp_path, "resume")
+
+
+def test_no_two_runs_get_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endings = iter(["aa", "aa", "aa", "bb"])
+    monkeypatch.setattr("secrets.token_hex", lambda size: next(endings))
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    assert [RunDir.create(tmp_path, "job").path.name for _ in range(2)] == ["now-job-aa", "now-job-bb"]

@@ -1,5 +1,6 @@
 """The lock on a run folder: at most one process holds it, and a dead process does not."""
 
+import errno
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock, locked
 from lockstep.job.prepare import lock_run_folder
@@ -159,3 +160,43 @@ def test_a_lock_that_may_be_waited_for_is_waited_for(path: Path, monkeypatch: py
         with locked(path, waits=waits):
             pass
     assert operations == [fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX]
+
+
+def test_a_lock_names_its_user_its_holder_and_the_remedy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked(path):
+        for options, user, remedy in (
+            ({}, "job", "hydra.run.dir=FOLDER"),
+            ({"user": "sweep", "remedy": "hydra.sweep.dir=FOLDER"}, "sweep", "hydra.sweep.dir=FOLDER"),
+        ):
+            with pytest.raises(InputError) as caught:
+                Lock().take(path, **options)
+            holder = "which has just started or ended"  # the file is empty
+            says = f"{path.parent} is in use by another {user} ({holder}); wait for its end, or name another folder"
+            assert str(caught.value) == f"{says} with {remedy}"
+
+    def refused(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = len([*Path("/dev/fd").iterdir()])
+    monkeypatch.setattr(os, "write", refused)
+    lock = Lock()
+    with pytest.raises(StorageError, match=r"\.lock cannot be written \(No space left on device\); free disk space"):
+        lock.take(path)
+    assert (lock.file, len([*Path("/dev/fd").iterdir()])) == (None, before)
+
+
+def test_a_lock_is_given_back_once_and_can_be_taken_again(path: Path) -> None:
+    lock, before = Lock(), len([*Path("/dev/fd").iterdir()])
+    for _ in range(2):
+        lock.take(path)
+        assert len([*Path("/dev/fd").iterdir()]) == before + 1
+        lock.close()
+        assert (lock.file, path.exists(), len([*Path("/dev/fd").iterdir()])) == (None, False, before)
+        lock.close()
+
+
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"pid": 1}', "\xff", "3"])
+def test_a_holder_that_is_not_known_is_not_told(path: Path, content: str) -> None:
+    path.write_bytes(content.encode("latin-1"))
+    with locked(path), pytest.raises(InputError, match=r"another job \(which has just started or ended\)"):
+        Lock().take(path)

@@ -1,6 +1,8 @@
 """Reading untrusted files: no kind of file, no size and no content makes the reader wait, crash or accept it."""
 
+import errno
 import os
+import pickle
 import socket
 import stat
 import tracemalloc
@@ -85,6 +87,14 @@ def test_an_invalid_path_is_unreadable(tmp_path: Path, path: str) -> None:
         read_text(tmp_path / path)
 
 
+def test_other_ranks_learn_all_of_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFile) as caught:
+        read_text(tmp_path / "absent")
+    assert caught.value.missing
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copied), vars(copied)) == (str(caught.value), vars(caught.value))
+
+
 def test_a_file_without_the_right_to_read_it_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
 
@@ -121,7 +131,7 @@ def test_a_file_takes_the_memory_of_its_content_and_not_of_the_limit(tmp_path: P
 
 
 JSON = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[" * 40 + b"]" * 40, b"9" * 10_000, b"[9223372036854775808]"]
-JSON += [b'"\\ud800"']
+JSON += [b'"\\ud800"', b'{"\\ud800": 1}', b'{"a": [{"\\udfff": 1}]}', b'{"a": {"b": "\\udfff"}}']
 
 
 @pytest.mark.parametrize("content", JSON, ids=lambda content: str(content[:20]))
@@ -143,6 +153,7 @@ YAML = {
     "a long number": "a: " + "9" * 10_000,
     "a set": "a: !!set {b, c}\n",
     "a surrogate": 'a: "\\ud800"\n',
+    "a surrogate in a key": '"\\ud800": a\n',
     "keys of numbers": "1: a\n",
     "references": "a: " + "${" * 20_000,
     "nothing": "",
@@ -210,3 +221,69 @@ def test_plain_values_are_told_from_others() -> None:
 def test_a_number_is_a_finite_one_and_no_truth_value() -> None:
     values = (3, 0.5, True, "3", float("nan"), float("-inf"))
     assert [value for value in values if safe_read.is_number(value)] == [3, 0.5]
+
+
+def test_every_kind_of_file_has_a_name() -> None:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFREG: ""}
+    kinds |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", 0: "a special file"}
+    assert {kind: safe_read.file_kind(kind | 0o644) for kind in kinds} == kinds
+
+
+def test_a_path_that_nobody_may_look_at_is_no_plain_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "file").touch()
+    assert [safe_read.is_plain(path) for path in (file, tmp_path, tmp_path / "none", file / "x")] == [
+        True,
+        *[False] * 3,
+    ]
+
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert not safe_read.is_plain(file)
+
+
+def test_a_file_that_need_not_exist_may_be_large_and_a_link_exists(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_bytes(content := b"x" * (safe_read.MOST_TEXT_BYTES + 1))
+    assert (safe_read.read_if_exists(file), safe_read.read_if_exists(tmp_path / "none")) == (content, None)
+    (link := tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(UnreadableFile, match="is a symbolic link"):
+        safe_read.read_if_exists(link)
+
+
+def test_an_error_while_a_file_is_read_is_one_of_the_file(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(UnreadableFile, match=r"file cannot be read \(Bad address\)"), safe_read.open_plain(file):
+        raise OSError(errno.EFAULT, "Bad address")
+    with pytest.raises(ValueError, match="of the caller"), safe_read.open_plain(file):
+        raise ValueError("of the caller")
+
+
+def test_a_name_that_bytes_spell_is_told_as_a_path(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFile, match=r"^caf\\udce9 cannot be used") as caught, safe_read.unusable_paths():
+        raise PermissionError(errno.EACCES, "Permission denied", b"caf\xe9")
+    assert caught.value.path == Path("caf\udce9")
+
+
+def test_json_has_the_limit_and_the_links_that_its_reader_allows(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text(f'"{"x" * safe_read.MOST_TEXT_BYTES}"')
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(UnreadableFile, match="expected at most 262,144"):
+        read_json(file)
+    for path, links in ((file, False), (tmp_path / "link", True)):
+        assert len(read_json(path, safe_read.MB, links=links)) == safe_read.MOST_TEXT_BYTES
+    with pytest.raises(UnreadableFile, match="is a symbolic link"):
+        read_json(tmp_path / "link", safe_read.MB)
+
+
+def test_what_is_no_text_is_told_by_its_first_byte_and_a_name_without_its_end(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_bytes(b"a" * 1234 + b"\xff\xfe")
+    with pytest.raises(UnreadableFile, match=r"is not UTF-8 text \(byte 1,234\)"):
+        read_text(file)
+    file.write_text(" 003-seed=1\r\n")
+    assert safe_read.read_name(file) == "003-seed=1"
+
+
+def test_levels_are_counted_where_lists_are_beside_each_other(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text("- [1]\n" * 100 + "- {a: {b: [1]}}\n" * 100)
+    assert read_yaml(file) == [[1]] * 100 + [{"a": {"b": [1]}}] * 100

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,12 @@ def test_only_what_a_full_disk_raises_becomes_a_storage_error(tmp_path: Path) ->
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with pytest.raises(StorageError, match=str(tmp_path)), safe_write.full_disk(tmp_path):
             raise OSError(number, os.strerror(number))
+        says = r"^named cannot be written .*; free disk space there, and rerun"
+        with pytest.raises(StorageError, match=says), safe_write.full_disk(tmp_path):
+            raise OSError(number, os.strerror(number), "named")
+    says = r"^file cannot be written \(Permission denied\)$"
+    with pytest.raises(StorageError, match=says), safe_write.storing(Path("file")):
+        raise PermissionError(errno.EACCES, "refused")
     with pytest.raises(FileNotFoundError), safe_write.full_disk(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "gone")
 
@@ -233,9 +240,18 @@ def test_a_file_that_a_user_names_is_new_or_a_plain_one(tmp_path: Path) -> None:
     (tmp_path / "old.onnx").write_text("")
     for name in ("new.onnx", "old.onnx"):
         check_out(tmp_path / name, ".onnx")
-    for name in ("folder.onnx", "new.png", "none/new.onnx"):
-        with pytest.raises(InputError, match=r"--out is .*, expected a file whose name ends with \.onnx in a folder"):
-            check_out(tmp_path / name, ".onnx")
+    os.mkfifo(tmp_path / "pipe.onnx")
+    (tmp_path / "hard.onnx").hardlink_to(tmp_path / "old.onnx")
+    wrong = {"folder.onnx": ", a folder", "pipe.onnx": ", a pipe", "hard.onnx": ", a hard link"}
+    for name, kind in {**wrong, "new.png": "", "none/new.onnx": ""}.items():
+        for suffix, says in ((".onnx", "a file whose name ends with .onnx"), ("", "a file")):
+            if name == "new.png" and not suffix:
+                check_out(tmp_path / name)
+                continue
+            with pytest.raises(InputError) as caught:
+                check_out(tmp_path / name, suffix)
+            expected = f"--out is {tmp_path / name}{kind}, expected {says} in a folder that exists"
+            assert str(caught.value) == expected
 
 
 def test_a_full_disk_is_one_sentence_also_where_safetensors_writes(tmp_path: Path) -> None:
@@ -249,3 +265,97 @@ def test_a_full_disk_is_one_sentence_also_where_safetensors_writes(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with pytest.raises(ValueError, match="of no system"), safe_write.storing(tmp_path):
         raise ValueError("of no system")
+
+
+def test_a_refused_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    (foreign := tmp_path / "foreign").write_text("of another program")
+    (busy := tmp_path / "busy").touch()
+    (other := tmp_path / "other").touch()
+    (tmp_path / "hard").hardlink_to(other)
+    attempts: list[Callable[[], Any]] = [
+        lambda: safe_write.append(tmp_path / "hard"),
+        lambda: safe_write.append(Path("/dev/null")),
+        lambda: safe_write.open_locked(busy),
+        lambda: safe_write.Lock().take(busy),
+        lambda: safe_write.Lock().take(foreign),
+        lambda: safe_write.sync(tmp_path / "none"),
+        lambda: write_atomic(tmp_path, "x"),
+    ]
+    with safe_write.locked(busy):
+        before = len([*Path("/dev/fd").iterdir()])
+        for attempt in attempts:
+            with pytest.raises((OSError, InputError, StorageError)):
+                attempt()
+            assert len([*Path("/dev/fd").iterdir()]) == before
+
+
+def test_a_text_is_utf8_and_bytes_of_a_name_that_are_no_unicode_are_shown(tmp_path: Path) -> None:
+    for text, written in (("aé漢\n", "aé漢\n"), (os.fsdecode(b"caf\xe9"), r"caf\udce9"), ("", "")):
+        write_atomic(tmp_path / "text", text)
+        assert (tmp_path / "text").read_bytes() == written.encode()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_folder_that_a_file_system_cannot_flush_is_no_error_and_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    before = len([*Path("/dev/fd").iterdir()])
+    safe_write.sync(tmp_path)
+    monkeypatch.setattr(os, "fsync", refused)
+    with nullcontext() if number == errno.EINVAL else pytest.raises(OSError, match="nput/output error"):
+        safe_write.sync(tmp_path)
+    assert len([*Path("/dev/fd").iterdir()]) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("odd"), SystemExit(3)], ids=repr)
+def test_a_file_that_was_not_finished_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    (tmp_path / "file").write_text("old")
+    names: list[str] = []
+    with pytest.raises(type(error)), safe_write.replacing(tmp_path / "file") as temporary:
+        raise names.append(temporary.name) or error
+    assert re.fullmatch(r"\.[0-9a-f]{16}\.tmp", names[0]), (
+        "TensorBoard reads what has the name of an event file in it"
+    )
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_all_paths_of_all_patterns_are_looked_at_the_first_by_name_and_what_is_gone_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "b.csv").symlink_to("a.txt")
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "folder.csv").mkdir()
+    safe_write.check_names(tmp_path, "*.txt", "folder.csv")
+    for patterns in (("*.csv",), ("*.csv", "*.txt"), ("*.txt", "*.csv"), ("**/*",)):
+        with pytest.raises(
+            InputError, match=r"b\.csv is a symbolic link, which leads elsewhere; remove it, or use a"
+        ):
+            safe_write.check_names(tmp_path, *patterns)
+    os.mkfifo(tmp_path / "aa.csv")
+    for patterns in (("a*.csv", "b*.csv"), ("b*.csv", "a*.csv")):
+        with pytest.raises(InputError, match=r"aa\.csv is a pipe"):
+            safe_write.check_names(tmp_path, *patterns)
+
+    def gone(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    monkeypatch.setattr(Path, "lstat", gone)
+    safe_write.check_names(tmp_path, "*.csv")
+
+
+def test_only_the_error_of_the_system_is_one_of_storage() -> None:
+    errors = {OSError(5, "x"): 5, ValueError("x (os error 28)"): 28, ValueError("x"): None, OSError("x"): None}
+    assert {error: safe_write.system_error(error) for error in errors} == errors
+
+
+def test_a_link_to_nothing_is_there_and_folders_are_removed_up_to_the_one_in_use(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nothing")
+    assert absent(tmp_path / "link") == []
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "a" / "b" / "file").touch()
+    remove_empty([tmp_path / "a" / "b", tmp_path / "none", tmp_path / "c"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link"]

@@ -156,6 +156,29 @@ def test_parts_that_make_no_run_are_refused(parts: list[str], says: str) -> None
         at(Chain(parts=parts), 1)
 
 
+@pytest.mark.parametrize(
+    ("parts", "fits"),
+    [
+        (["constant:100", "linear:2", "cosine"], True),  # as many steps more as there are parts: of rounded shares
+        (["constant:100", "linear:3", "cosine"], True),
+        (["constant:100", "linear:4", "cosine"], False),
+        (["linear"], True),
+        (["linear:100%"], True),
+        (["linear:50%", "cosine:50%"], True),
+        (["linear:50", "cosine:50%"], False),
+        (["linear:5ep", "cosine:5ep"], False),
+        (["linear:final:0.5"], True),
+        (["linear:10%:final:0.5:warmup:3", "cosine"], True),
+    ],
+)
+def test_a_chain_has_one_length_for_each_part_but_its_last(parts: list[str], fits: bool) -> None:
+    if fits:
+        assert all(0 <= rate <= 1 for rate in at(Chain(parts=parts), 1, 100))
+    else:
+        with pytest.raises(InputError, match=r"^schedule\.parts "):
+            at(Chain(parts=parts), 1)
+
+
 VALUE = st.sampled_from([0.0, 0.5, 0.5 * 1.25, 0.5 * 0.75, 0.5 + 0.25, 0.25, 1.0, math.nan, math.inf])
 KEYS = st.fixed_dictionaries(
     {

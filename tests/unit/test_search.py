@@ -452,3 +452,23 @@ def test_without_optuna_the_sentence_says_how_to_install_it(tmp_path: Path, monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'lockstep\[optuna\]'"):
         sweeper(tmp_path, SimpleNamespace()).sweep([*LINE])
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        (
+            {"objectives": ["score", "seconds"]},
+            "pruner prunes by the score alone; remove it, or other sweep.objectives",
+        ),
+        ({"objectives": ["seconds"]}, "pruner prunes by the score alone; remove it, or other sweep.objectives"),
+        ({"halving": 3}, "sweep.halving is for all combinations; use hydra.sweeper.pruner=halving instead"),
+    ],
+)
+def test_a_search_is_cut_by_its_own_pruner_alone_and_by_the_score(
+    tmp_path: Path, block: dict[str, Any], sentence: str
+) -> None:
+    searching = sweeper(tmp_path / "sweep", FakePool(tmp_path / "sweep", lambda job: 1.0), pruner="median")
+    searching.settings.sweep = block
+    with pytest.raises(InputError, match=sentence):
+        searching.sweep([*LINE])

@@ -3,8 +3,11 @@
 import collections
 import csv
 import dataclasses
+import hashlib
 import json
 import math
+import os
+import socket
 import sys
 import threading
 import time
@@ -28,17 +31,18 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 
 from helpers import resolved, train_here
-from lockstep.core.errors import StorageError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.figures import Predictions, read_figures
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.tags import VAL_TOP1
 from lockstep.core.world import World
-from lockstep.telemetry import pictures
+from lockstep.telemetry import loggers, pictures, trackers
 from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, Samples, fingerprints
-from lockstep.telemetry.tensorboard import TensorBoardWriter, chart_layout, curve_of
-from lockstep.telemetry.trackers import WandBRun
+from lockstep.telemetry.tensorboard import EventFile, TensorBoardWriter, chart_layout, curve_of
+from lockstep.telemetry.trackers import LONGEST_NAME, MLflowRun, WandBRun, accepted
 from lockstep.training.build_observers import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -70,14 +74,15 @@ def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: P
     assert shown == {"step": "15", "train_loss": "0.5", "train_top1": "75", "lr": "0.1", "val_top1": "90"}
 
 
-def test_a_write_is_a_line_with_its_step_and_time_at_once_and_null_for_what_is_not_finite(tmp_path: Path) -> None:
+def test_a_write_is_a_line_with_its_step_and_time_at_once_and_null_for_what_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
-    before = time.time()
+    monkeypatch.setattr(time, "time", lambda: 1234.56789)
     sink.write(3, {"loss/train": 0.5, "a": math.nan, "b": math.inf})
     (line,) = lines(tmp_path / "metrics.jsonl")
     sink.end("completed")
-    assert before - 1 < float(str(line.pop("time"))) < time.time() + 1
-    assert line == {"step": 3, "loss/train": 0.5, "a": None, "b": None}
+    assert line == {"step": 3, "time": 1234.568, "loss/train": 0.5, "a": None, "b": None}
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 4, "loss', "{", "\x00\x00", '{"step": 1e999}\n', '{"step": 1}'])
@@ -138,14 +143,15 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     table.end("completed")
     (row,) = rows(tmp_path / "metrics.csv")
     assert list(row) == ["step", "epoch", *CSV_COLUMNS.values()]
+    assert b"\r" not in (tmp_path / "metrics.csv").read_bytes()
     assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123456789", "90")
     assert row["img_per_s"] == ""
     table = table_of(tmp_path / "own.csv", tags=["loss/val", "metric/map", "distill/kl"])
     table.write(10, {"distill/kl": 0.5})
-    table.write(10, {"loss/val": 0.25, "metric/map": 0.75})
+    table.write(123, {"loss/val": 0.25, "metric/map": 0.75})
     table.end("completed")
     (row,) = rows(tmp_path / "own.csv")
-    assert [row["val_loss"], row["map"], row["distill/kl"]] == ["0.25", "0.75", "0.5"]
+    assert [row["epoch"], row["val_loss"], row["map"], row["distill/kl"]] == ["12.3", "0.25", "0.75", "0.5"]
     assert not [name for name in row if "top" in name], "the job has no accuracy"
 
 
@@ -165,7 +171,7 @@ def test_each_class_of_a_metric_has_a_column_also_behind_a_resume(tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n"])
+@pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n", "15,1.5\r0.5,1\n"])
 def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.csv"
     table = table_of(path)
@@ -202,8 +208,11 @@ def tensorboard(
         run_dir.config.write_text(text)
     config = {"monitor": monitor, "input": {"mean": [0.5], "std": [0.5]}}
     place: dict[str, Any] = {"run_dir": run_dir, "plan": PLAN, "step": int(after), "after": after}
-    info = RunInfo(**place, config=config, hyperparameters=facts, model=model)
-    return TensorBoardWriter(info, histograms=model is not None)
+    info = RunInfo(**place, config=config, hyperparameters=facts, model=model or torch.nn.Linear(1, 1))
+    options = {} if model is None else {"histograms": True}
+    writer = loggers.TensorBoard(**options).build(info)
+    assert isinstance(writer, TensorBoardWriter)
+    return writer
 
 
 def files_of(folder: Path) -> set[Path]:
@@ -260,12 +269,32 @@ def test_captions_are_cut_where_they_would_overlap() -> None:
     assert (tiles[1][:, middle:] < 255).any()
 
 
+@pytest.mark.parametrize("gap", ["\t", "\r", "\x0b", "\x85", "  ", "\n"])
+def test_every_gap_in_a_name_or_caption_of_a_picture_is_one_space(gap: str) -> None:
+    counts: dict[str, Any] = {"examples": [1, 1], "predicted": [1, 1], "hits": [1, 1], "confusion": [[1, 0], [0, 1]]}
+    drawn = []
+    for name in (f"cat{gap}dog", "cat dog"):
+        matrix = Predictions(step=1, names=[name, "ant"], **counts, curves=[], worst=[])
+        line = name.replace("\n", " ")  # the lines of a caption stay lines
+        drawn.append((pictures.heat(matrix), pictures.sheet(np.zeros((1, 1, 8, 8), np.uint8), [line])))
+    assert drawn[0] == drawn[1]
+
+
 def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     tensorboard(tmp_path).end("completed")
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     shown = layout_pb2.Layout.FromString(stored)
     assert [category.title for category in shown.category] == [*chart_layout([])]
     assert [chart.title for chart in shown.category[0].chart] == ["Loss", "Accuracy, %", "Metrics"]
+    curves = {chart.title: [*chart.multiline.tag] for category in shown.category for chart in category.chart}
+    some = {"Loss": ["loss", "loss/epoch"], "Accuracy, %": ["acc/top1", "acc/epoch/top1", "acc/top5"]}
+    some |= {
+        "Metrics": ["metric/.*"],
+        "CPU power, W": ["system/cpu/power_w"],
+        "GPU power, W": ["system/gpu/power_w/.*"],
+    }
+    assert {title: curves[title] for title in some} == some
+    assert {"", "Options"}.isdisjoint(chart_layout(["loss/val"]))
     assert chart_layout(["loss/val", "metric/f1", "my/a.b"])["Options"] == {"my/a.b": [r"my/a\.b"]}
 
 
@@ -316,6 +345,38 @@ def test_each_key_of_a_users_option_and_each_swept_key_is_a_hyperparameter() -> 
     own = dataclasses.make_dataclass("Senet", [("drop", float, 0.3)], bases=(type(job.model),), frozen=True)
     values = hyperparameters(dataclasses.replace(job, model=own()), World.solo())
     assert (values["model"], values["model.drop"]) == ("Senet", 0.3)
+
+
+def test_the_hyperparameters_of_a_job_are_its_options_and_numbers_as_they_are_typed(tmp_path: Path) -> None:
+    words = (
+        "dataset=folder",
+        f"dataset.path={tmp_path / 'photos'}",
+        "dataset.decode_size=8",
+        "dataset.val_share=0.5",
+    )
+    words += (
+        "model=digitnet",
+        "model.width=8",
+        "device=cpu",
+        "optimizer=sgd",
+        "optimizer.lr=0.5",
+        "batch=2",
+        "seed=4",
+    )
+    words += ("optimizer.nesterov=true", "optimizer.weight_decay=0.25", "train.swa_from=2", "train.clip_norm=1.5")
+    values = hyperparameters(resolved(*words, "epochs=3"), World.solo())
+    expected = {"model": "digitnet(width=8)", "augment": values["augment"], "monitor": "top1"}
+    expected |= {"strategy": "single", "precision": "fp32", "schedule": values["schedule"], "loss": "cross_entropy"}
+    expected |= {"input": "3x8x8", "optimizer": "sgd(nesterov=True)", "task": "multiclass"}
+    numbers = {"optimizer.lr": 0.5, "optimizer.weight_decay": 0.25, "batch": 2, "epochs": 3, "seed": 4, "ranks": 1}
+    numbers |= {"train.micro_batches": 1, "train.mixup": 0.0, "train.cutmix": 0.0, "train.erase": 0.0}
+    numbers |= {"train.repeats": 1, "train.clip_norm": 1.5, "train.ema": 0.0}
+    expected["dataset"] = "folder(val_share=0.5, train_folder=., val_folder=val) photos"
+    assert values == {**expected, **numbers, "train.swa_from": "2"}
+    ranks = dataclasses.replace(World.solo(), size=4)
+    swept = hyperparameters(resolved(*words), ranks, ["loss.class_weights", "train.sizes", "logger"])
+    assert (swept["ranks"], swept["loss.class_weights"], swept["train.sizes"]) == (4, "null", "null")
+    assert not [name for name in swept if name.startswith("logger")]
 
 
 def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) -> None:
@@ -381,6 +442,7 @@ PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b
 
 def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> TensorBoardWriter:
     """One part of a run of two steps, whose evaluation is the best."""
+    folder.mkdir(exist_ok=True)
     sink = tensorboard(folder, after, text=texts, **options)
     images = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
     for step in range(int(after) + 1, 3):
@@ -435,13 +497,152 @@ def test_a_resume_has_figures_and_pictures_once(tmp_path: Path, after: float) ->
 
 def test_histograms_are_there_on_request(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
-    session(tmp_path, model=model)
-    tags = {tag for tag, _ in written(tmp_path / "val")}
-    assert {tag for tag in tags if tag.startswith("weights/")} == {"weights/weight", "weights/bias"}
+    model.register_parameter("none", torch.nn.Parameter(torch.empty(0)))
+    session(tmp_path / "without").end("completed")
+    session(tmp_path / "run", model=model)
+    tags = {name: {tag for tag, _ in written(tmp_path / name / "val")} for name in ("without", "run")}
+    assert not [tag for tag in tags["without"] if tag.startswith("weights/")]
+    assert {tag for tag in tags["run"] if tag.startswith("weights/")} == {"weights/weight", "weights/bias"}
     with torch.no_grad():
         model.bias.fill_(math.nan)
-    session(tmp_path, model=model)
-    assert "weights/bias" not in {tag for tag, _ in written(tmp_path / "val")}
+    session(tmp_path / "other", model=model)
+    assert "weights/bias" not in {tag for tag, _ in written(tmp_path / "other" / "val")}
+
+
+def board(folder: Path, after: float = 0, **config: Any) -> TensorBoardWriter:
+    """TensorBoard's files of a run with this config in a folder of its own."""
+    place: dict[str, Any] = {"run_dir": RunDir.at(folder), "plan": PLAN, "step": int(after), "after": after}
+    return TensorBoardWriter(RunInfo(**place, config=config, hyperparameters=FACTS))
+
+
+def text_of(folder: Path, name: str) -> tuple[int, bytes]:
+    """The step and the text of the one text of a name."""
+    (event,) = events(folder).Tensors(f"run/{name}/text_summary")
+    (text,) = event.tensor_proto.string_val
+    return event.step, text
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", None])
+def test_a_run_on_the_cpu_has_no_page_of_gpus(device: str | None, tmp_path: Path) -> None:
+    board(tmp_path / "run", device=device).end("completed")
+    stored = events(tmp_path / "run").Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    shown = {category.title for category in layout_pb2.Layout.FromString(stored).category}
+    assert {"CPU", "GPU"} - shown == ({"GPU"} if device == "cpu" else set())
+
+
+def test_a_config_without_a_monitor_and_without_pixels_has_the_usual_ones(tmp_path: Path) -> None:
+    sink = board(tmp_path / "run")
+    sink.first_batch(SimpleNamespace(step=1), torch.empty(0, 3, 8, 8))  # type: ignore[arg-type]
+    values = torch.tensor([-0.5, 127.6 / 255, 1.5]).view(3, 1, 1, 1).expand(3, 1, 8, 8)
+    sink.first_batch(SimpleNamespace(step=1), torch.cat([values] * 6))  # type: ignore[arg-type]
+    for step, (score, best) in enumerate([(0.0, True), (1.0, False), (math.nan, True), (2.0, True)]):
+        sink.evaluated(step, {"acc/val_top1": score}, best)
+    sink.evaluated(9, {"loss/val": 0.5}, True)
+    sink.write(9, {"loss/train": math.nan, "optim/lr": 0.5})
+    sink.end("completed")
+    best_ones = events(tmp_path / "run" / "val").Scalars("Best/top1")
+    assert [(scalar.step, scalar.value) for scalar in best_ones] == [(0, 0.0), (3, 2.0)]
+    assert events(tmp_path / "run").Tags()["scalars"] == ["optim/lr"]
+    (augmented,) = events(tmp_path / "run").Images("input/augmented")
+    picture = np.asarray(Image.open(BytesIO(augmented.encoded_image_string)).convert("L"))
+    assert picture.shape == (4 * 124, 4 * 124), "sixteen images"
+    assert [int(picture[10, 10 + 124 * place]) for place in range(3)] == [0, 128, 255]
+
+
+def test_what_people_wrote_about_a_run_is_said_at_each_start_and_without_control_characters(tmp_path: Path) -> None:
+    board(tmp_path / "run", 4, tags=["a", "b"], notes="a\x1b[2J\n\nb").end("completed")
+    assert text_of(tmp_path / "run", "tags") == (5, b"    a, b")
+    assert text_of(tmp_path / "run", "notes") == (5, b"    a\\x1b[2J\n    \n    b")
+
+
+def test_the_verdict_has_its_evidence_and_its_override_and_the_last_step(tmp_path: Path) -> None:
+    for number, override in enumerate((None, "loader.workers=8")):
+        sink = board(tmp_path / str(number))
+        sink.end("completed")
+        sink.completed({"verdict": {"sentence": "it waits", "evidence": "43 %", "override": override}, "step": 7})
+        lines = [b"    it waits", b"    43 %", *([override.encode().rjust(20)] if override else [])]
+        assert text_of(tmp_path / str(number), "verdict") == (7, b"\n".join(lines))
+
+
+def test_an_event_file_is_named_after_its_time_machine_and_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.5)
+    sink = tensorboard(tmp_path)
+    sink.write(1, {"loss/train": 0.5})
+    sink.end("completed")
+    (file,) = files_of(tmp_path)
+    assert file.name == f"events.out.tfevents.1000.500000.{socket.gethostname()}.{os.getpid()}"
+    assert [scalar.wall_time for scalar in events(tmp_path).Scalars("loss")] == [1000.5]
+
+
+def test_pictures_come_ten_seconds_after_the_last_ones_or_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("lockstep.telemetry.tensorboard.time.monotonic", lambda: now)
+    sink = tensorboard(tmp_path)
+    seen = []
+    for number, passed in enumerate((4.0, 6.0, 1.0, 10.0, 10.5, 1.0), start=1):
+        now += passed
+        sink.predicted(dataclasses.replace(PREDICTIONS, step=number, worst=[] if number < 6 else WORST, confusion=[]))
+        seen.append(sorted(step for tag, step in written(tmp_path / "val") if tag == "precision_recall/d"))
+    assert seen == [[], [], [3], [3], [3, 5], [3, 5]]
+    sink.end("completed")
+    of_end = {(tag, step) for tag, step in written(tmp_path / "val") if step == 6}
+    assert of_end == {("precision_recall/a/b <c>", 6), ("precision_recall/d", 6), ("images/worst", 6)}
+    assert {tag for tag, step in written(tmp_path / "val") if step < 6} == {
+        name for name, _ in PICTURES if "prec" in name
+    }
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no"), StorageError("no"), UnreadableFile(Path("a"), "is a pipe")], ids=repr
+)
+def test_after_a_file_that_cannot_be_written_no_other_one_is_tried(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = tensorboard(tmp_path)
+    tries: list[int] = []
+
+    def refuse(self: EventFile, summary: Any, step: int) -> None:
+        tries.append(step)
+        raise error
+
+    monkeypatch.setattr(EventFile, "add", refuse)
+    for step in (1, 2):
+        sink.write(step, {"loss/train": 1.0})
+        sink.evaluated(step, {"acc/val_top1": 1.0}, True)
+        sink.first_batch(SimpleNamespace(step=1), torch.ones(1, 1, 8, 8))  # type: ignore[arg-type]
+        sink.predicted(PREDICTIONS)
+    sink.end("completed")
+    sink.completed({"verdict": {"sentence": "it waits"}, "step": 2})
+    assert tries == [1]
+    assert capsys.readouterr().out.count("TensorBoard's file cannot be written") == 1
+
+
+def test_the_command_of_tensorboard_shows_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sink = board(tmp_path / "a run")
+    sink.end("completed")
+    assert sink.commands == ["tensorboard --logdir 'a run'"]
+
+
+@pytest.mark.parametrize("logger", [loggers.JSONL(), loggers.TensorBoard()], ids=repr)
+def test_a_logger_keeps_the_evaluation_that_a_resume_has_behind_it(logger: Any, tmp_path: Path) -> None:
+    for step, after in ((0, 0.0), (2, 2.5), (2, 2.0)):
+        place: dict[str, Any] = {"run_dir": RunDir.at(tmp_path / "run"), "plan": PLAN, "step": step, "after": after}
+        sink = logger.build(RunInfo(**place, config={}, hyperparameters={}))
+        if step == 0:
+            sink.write(2, {"loss/val": 0.5})
+        sink.end("completed")
+        if isinstance(logger, loggers.JSONL):
+            left = len(lines(tmp_path / "run" / "metrics.jsonl"))
+        else:
+            left = len([key for key in written(tmp_path / "run" / "val") if key == ("loss", 2)])
+        assert left == (after != 2.0 or step == 0), after
 
 
 def test_a_run_without_a_verdict_gets_no_text_about_it(tmp_path: Path) -> None:
@@ -458,7 +659,10 @@ def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_ord
     assert torch.equal(fingerprints(images.contiguous(memory_format=torch.channels_last)), whole)
     changed = images.clone()
     changed[:, 2, 4, 3] = torch.nextafter(changed[:, 2, 4, 3], torch.tensor(2.0, dtype=dtype))
-    for altered in (images.flip(-1), images.roll(1, 2), changed):
+    signs = [images.clone() for _ in range(60)]
+    for place, altered in enumerate(signs):  # the highest bit of each pixel
+        altered.view(6, -1)[:, place] *= -1
+    for altered in (images.flip(-1), images.roll(1, 2), changed, *signs):
         assert not (fingerprints(altered) == whole).any()
 
 
@@ -552,3 +756,413 @@ def test_wandb_gets_offline_all_that_a_resume_keeps(
     WandBRun(info, project=None, entity=None, mode=None)
     assert copied == figures[: len(points)]
     assert [step for step, _ in copied] == points
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "expected"), [("a", "b", "a"), (None, "b", "b"), (None, "", "usual")]
+)
+def test_what_a_tracker_is_told_comes_before_the_environment(
+    typed: str | None, environment: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = {"project": "lockstep", "mode": "offline", "experiment": "lockstep"}
+
+    class Seen(Exception):
+        pass
+
+    def seen(experiment: str = "", **settings: Any) -> None:
+        raise Seen({**settings, "experiment": experiment})
+
+    client = SimpleNamespace(get_experiment_by_name=seen)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=seen, Error=KeyError, Settings=dict))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda **_: client))
+    for name in ("WANDB_PROJECT", "WANDB_MODE", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, environment)
+    run: Any = SimpleNamespace(
+        config={"output_root": str(tmp_path)}, id="1", name="run", hyperparameters={}, folder="run"
+    )
+    for start in (
+        lambda: WandBRun(run, project=typed, entity=None, mode=typed),
+        lambda: MLflowRun(run, experiment=typed, folder=str(tmp_path / "store")),
+    ):
+        with pytest.raises(Seen) as error:
+            start()
+        settings = {key: value for key, value in error.value.args[0].items() if key in usual and value}
+        assert settings
+        assert settings == {key: usual[key] if expected == "usual" else expected for key in settings}
+
+
+class FakeWandB:
+    """W&B, which keeps in memory what it gets; its run is itself."""
+
+    Error, Settings = KeyError, dict
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.options = error, dict[str, Any]()
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.summary: dict[str, float] = {}
+        self.exit_codes: list[int] = []
+
+    def init(self, **options: Any) -> "FakeWandB":
+        if self.error is not None:
+            raise self.error
+        self.options, self.offline = options, options["mode"] == "offline"
+        self.dir = f"{options['dir']}/wandb/offline-run-1/files"
+        return self
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.logged.append((step, scalars))
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+def info_of(folder: Path, *, run: str = "one", **config: Any) -> RunInfo:
+    """A run with these keys of its config, whose `output_root` is the folder."""
+    place: dict[str, Any] = {"run_dir": RunDir.at(folder / "run"), "plan": PLAN, "step": 0, "after": 0}
+    return RunInfo(**place, config={"output_root": str(folder), **config}, hyperparameters={"lr": 0.1}, id=run)
+
+
+ANNOTATED = {"tags": ["a", "b"], "run_group": "paper", "notes": "why this run"}
+
+
+def test_wandb_begins_with_what_a_run_is_and_what_its_variables_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_DIR", "WANDB_NAME", "WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    info = info_of(tmp_path, **ANNOTATED)
+    run = loggers.WandB(project="photos", entity="me", mode="online").build(info)
+    assert fake.options == {
+        "project": "photos",
+        "entity": "me",
+        "mode": "online",
+        "id": "one",
+        "name": "run",
+        "tags": ["a", "b"],
+        "notes": "why this run",
+        "group": "paper",
+        "resume": "allow",
+        "dir": str(tmp_path),
+        "config": {**info.config, "hyperparameters": {"lr": 0.1}},
+        "settings": {"silent": True, "console": "off", "disable_git": True, "save_code": False},
+    }
+    assert (tmp_path / "wandb").is_dir()
+    assert run.commands == [], "it is there already"
+    loggers.WandB().build(info_of(tmp_path, tags=[]))
+    assert [fake.options[key] for key in ("project", "entity", "mode")] == ["lockstep", None, "offline"]
+    assert [fake.options[key] for key in ("tags", "notes", "group")] == [None] * 3, "its own variables decide"
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    (tmp_path / "wandb").rmdir()
+    run = loggers.WandB().build(info_of(tmp_path))
+    assert (fake.options["dir"], fake.options["name"]) == ("elsewhere", "mine")
+    assert not (tmp_path / "wandb").exists()
+    assert run.commands == ["wandb sync elsewhere/wandb/offline-run-1"]
+
+
+@pytest.mark.parametrize("error", [KeyError("of W&B"), ValueError("no such mode")], ids=repr)
+def test_a_run_that_wandb_refuses_is_a_sentence(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB(error))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"W&B cannot begin the run .*; use logger\.wandb\.mode=offline"):
+        loggers.WandB().build(info_of(tmp_path))
+
+
+OUTCOMES = {"completed": (0, "FINISHED"), "stopped": (75, "KILLED"), "failed": (70, "FAILED")}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_wandb_gets_what_has_a_value_and_the_best_scores_and_how_a_run_ended(
+    outcome: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    run = loggers.WandB(mode="online").build(info_of(tmp_path))
+    run.write(3, {"loss/train": 0.5, "a": math.nan, "b": math.inf, "c": 0.0})
+    run.write_gpu(4, {"gpu/util/0": 50.0})
+    run.evaluated(5, {"loss/val": 1.0, "metric/f1": math.nan}, True)
+    run.evaluated(6, {"loss/val": 2.0}, False)
+    run.end(outcome)
+    assert fake.logged == [(3, {"loss/train": 0.5, "c": 0.0}), (4, {"gpu/util/0": 50.0})]
+    assert fake.summary == {"best/step": 5, "best/loss/val": 1.0}
+    assert fake.exit_codes == [OUTCOMES[outcome][0]]
+
+
+class FakeMLflow:
+    """MLflow and its client, with a store in memory."""
+
+    def __init__(self) -> None:
+        self.uris: list[str] = []
+        self.experiments: dict[str, Any] = {}
+        self.runs: list[Any] = []
+
+    def MlflowClient(self, *, tracking_uri: str) -> "FakeMLflow":  # noqa: N802
+        self.uris.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        if name == "deleted":
+            raise LookupError("the experiment is deleted")
+        return self.experiments.get(name)
+
+    def create_experiment(self, name: str, artifacts: str | None, *, tags: dict[str, str]) -> str:
+        number = str(len(self.experiments))
+        self.experiments[name] = SimpleNamespace(experiment_id=number, artifacts=artifacts, tags=tags)
+        return number
+
+    def create_run(self, experiment: str, *, run_name: str, tags: dict[str, str]) -> Any:
+        info = SimpleNamespace(run_id=f"r{len(self.runs)}", name=run_name, status="RUNNING", experiment=experiment)
+        run = SimpleNamespace(info=info, tags=dict(tags), params=[], points=[], states=[])
+        run.data = SimpleNamespace(metrics={})
+        self.runs.append(run)
+        return run
+
+    def get_run(self, number: str) -> Any:
+        (run,) = (run for run in self.runs if run.info.run_id == number)
+        return run
+
+    def search_runs(self, experiments: list[str], condition: str) -> list[Any]:
+        return [
+            run
+            for run in self.runs
+            if run.info.experiment in experiments
+            and condition == f"tags.`lockstep.run` = '{run.tags['lockstep.run']}'"
+        ]
+
+    def log_param(self, number: str, key: str, value: str) -> None:
+        self.get_run(number).params.append((key, value))
+
+    def set_tag(self, number: str, key: str, value: object) -> None:
+        self.get_run(number).tags[key] = value
+
+    def set_terminated(self, number: str, status: str) -> None:
+        self.get_run(number).states.append(status)
+
+    def log_batch(self, number: str, *, metrics: list[Any]) -> None:
+        assert metrics, "an empty batch is a request for nothing"
+        run = self.get_run(number)
+        run.points += metrics
+        run.data.metrics |= {point.key: point.value for point in metrics}
+
+    def get_metric_history(self, number: str, tag: str) -> list[Any]:
+        return [point for point in self.get_run(number).points if point.key == tag][::-1]
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
+    fake = FakeMLflow()
+    point = collections.namedtuple("Metric", "key value timestamp step")
+    monkeypatch.setitem(sys.modules, "mlflow", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=point))  # type: ignore[arg-type]
+    exceptions = SimpleNamespace(MlflowException=LookupError)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", exceptions)  # type: ignore[arg-type]
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+def test_a_run_is_in_mlflows_database_in_the_output_folder(
+    tmp_path: Path, mlflow: FakeMLflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks: list[tuple[Path, bool]] = []
+    locked = trackers.locked
+    monkeypatch.setattr(
+        trackers, "locked", lambda path, *, waits=False: locks.append((path, waits)) or locked(path, waits=waits)
+    )
+    monkeypatch.setattr(trackers.logging.getLogger("mlflow"), "level", 0)
+    (tmp_path / "out").mkdir()
+    run = loggers.MLflow().build(info_of(tmp_path / "out", **ANNOTATED))
+    folder = tmp_path / "out" / "mlflow"
+    assert mlflow.uris == [f"sqlite:///{folder}/mlflow.db"]
+    assert (folder / "mlflow.db").is_file()
+    assert locks == [(folder / ".mlflow.lock", True)]
+    assert trackers.logging.getLogger("mlflow").level == trackers.logging.WARNING
+    kind = {"mlflow.experimentKind": "custom_model_development"}
+    expected = {"experiment_id": "0", "artifacts": (folder / "artifacts").as_uri(), "tags": kind}
+    assert {name: vars(experiment) for name, experiment in mlflow.experiments.items()} == {"lockstep": expected}
+    (stored,) = mlflow.runs
+    assert (stored.info.name, stored.params) == ("run", [("folder", str(tmp_path / "out" / "run")), ("lr", "0.1")])
+    words = {"lockstep.run": "one", "tags": "a, b", "run_group": "paper", "mlflow.note.content": "why this run"}
+    assert stored.tags == words
+    assert run.commands == [f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db"]
+
+
+@pytest.mark.parametrize("place", ["http://host:5000", "https://host", "sqlite:///mine.db"])
+def test_the_store_of_a_variable_is_used_unless_a_folder_is_typed(
+    place: str, tmp_path: Path, mlflow: FakeMLflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    run = loggers.MLflow(experiment="photos").build(info_of(tmp_path))
+    assert mlflow.uris == [place]
+    assert not (tmp_path / "mlflow").exists()
+    assert (mlflow.experiments["photos"].artifacts, [*mlflow.experiments]) == (None, ["photos"])
+    assert run.commands == ([] if "http" in place else [f"mlflow ui --backend-store-uri {place}"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loggers.MLflow(folder="~/a/store", experiment="photos").build(info_of(tmp_path))
+    assert mlflow.uris[1:] == [f"sqlite:///{tmp_path}/a/store/mlflow.db"]
+    assert len(mlflow.experiments) == 1
+
+
+def test_a_database_that_is_a_link_is_refused_and_so_is_what_mlflow_refuses(
+    tmp_path: Path, mlflow: FakeMLflow
+) -> None:
+    with pytest.raises(InputError, match=r"MLflow cannot begin the run \(.*is deleted.*\); check logger\.mlflow\.\*"):
+        loggers.MLflow(experiment="deleted").build(info_of(tmp_path))
+    (tmp_path / "mlflow" / "mlflow.db").unlink()
+    (tmp_path / "mlflow" / "mlflow.db").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"mlflow\.db is a symbolic link, which leads elsewhere"):
+        loggers.MLflow().build(info_of(tmp_path))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_mlflow_gets_each_figure_once_however_often_a_run_resumes(
+    outcome: Any, tmp_path: Path, mlflow: FakeMLflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers.time, "time", lambda: 1234.5678)
+    run = loggers.MLflow().build(info_of(tmp_path))
+    run.write(0, {"loss/train": 4.0, "a": math.nan})
+    run.write(2, {"loss/train": 2.0, "recall/a(b": 0.5})
+    run.write_gpu(2, {"a": math.inf})
+    run.evaluated(2, {"loss/val": 1.0}, True)
+    run.evaluated(3, {"loss/val": 2.0}, False)
+    run.end("stopped")
+    again = loggers.MLflow().build(info_of(tmp_path))
+    for step in (1, 2, 3):
+        again.write(step, {"loss/train": -1.0, "optim/lr": 0.5})
+    again.end(outcome)
+    (stored,) = mlflow.runs
+    name = accepted("recall/a(b")
+    points = [("loss/train", 4.0, 0), ("loss/train", 2.0, 2), (name, 0.5, 2), ("optim/lr", 0.5, 1)]
+    points += [("optim/lr", 0.5, 2), ("loss/train", -1.0, 3), ("optim/lr", 0.5, 3)]
+    assert [(point.key, point.value, point.step) for point in stored.points] == points
+    assert {point.timestamp for point in stored.points} == {1_234_568}, "milliseconds"
+    assert stored.states == ["KILLED", "RUNNING", OUTCOMES[outcome][1]]
+    assert stored.tags["best.step"] == 2
+    assert len(stored.params) == 2, "those of its first start"
+    loggers.MLflow().build(info_of(tmp_path, run="two"))
+    assert len(mlflow.runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("metric/recall/a b-c:d.e_f", None),
+        ("x" * LONGEST_NAME, None),
+        ("x" * (LONGEST_NAME + 1), "x" * LONGEST_NAME),
+        ("cat (tabby)", "cat _tabby_"),
+        ("50%", "50_"),
+        ("a//b", "a_/b"),
+        ("/root", "_root"),
+        ("trailing/", "trailing_"),
+        ("../up/./x/..", "_/up/_/x/_"),
+        ("a..b", None),
+        ("\udcff", "_"),
+    ],
+)
+def test_a_name_that_mlflow_refuses_has_a_hash_at_its_end(name: str, clean: str | None) -> None:
+    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+    assert accepted(name) == (name if clean is None else f"{clean}-{digest}")
+
+
+@pytest.mark.parametrize(
+    ("side", "options", "cell"),
+    [
+        ((8, 8), {}, 120),
+        ((7, 8), {}, 120),
+        ((8, 7), {}, 120),
+        ((50, 50), {}, 150),
+        ((8, 8), {"columns": 1}, 480),
+        ((7, 7), {"least": 96}, 98),
+        ((500, 500), {}, 500),
+    ],
+    ids=str,
+)
+def test_small_images_fill_their_page(side: tuple[int, int], options: dict[str, int], cell: int) -> None:
+    image = np.zeros((1, *side), np.uint8)
+    picture = np.asarray(Image.open(BytesIO(pictures.sheet([None, image, image], **options))).convert("L"))
+    columns = options.get("columns", 4)
+    height, width = (cell * pixels // max(side) for pixels in side)
+    assert picture.shape == ((height + 4) * -(-3 // columns), (width + 4) * min(columns, 3))
+    places = [(number // columns * (height + 4), number % columns * (width + 4)) for number in range(3)]
+    assert [int(picture[top, left]) for top, left in places] == [255, 0, 0], "the first field is empty"
+
+
+def test_a_sheet_has_a_line_for_its_heads_and_as_many_as_its_longest_caption(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[tuple[tuple[int, int], str]] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, place, text, **_: texts.append((place, text)))
+    image = np.zeros((3, 8, 8), np.uint8)
+    picture = Image.open(BytesIO(pictures.sheet([image] * 3, ["a", "b\nc", ""], columns=2, heads=["one", "two"])))
+    step = 240 + 4 + 2 * 13
+    assert picture.size == (2 * 244, 17 + 2 * step)
+    heads = [((0, 0), "one"), ((244, 0), "two")]
+    captions = [((0, 17 + 240), "a"), ((244, 17 + 240), "b"), ((244, 17 + 253), "c"), ((0, 17 + step + 240), "")]
+    assert texts == heads + captions
+
+
+def test_the_worst_examples_say_what_they_are_and_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    sheets: list[tuple[list[str], dict[str, int]]] = []
+    monkeypatch.setattr(pictures, "sheet", lambda images, captions, **options: sheets.append((captions, options)))
+    odds = (0.0, 0.934, None)
+    examples = [{**WORST[0], "label": 0, "predicted": 1, "probability": probability} for probability in odds]
+    names = ["cat", "\u65e5"]
+    pictures.worst(Predictions(step=1, names=names, **COUNTS, curves=[], worst=examples))
+    shares = (" (0 %)", " (93 %)", "")
+    assert sheets == [([f"is cat\nsaid class 1{share}" for share in shares], {"columns": 3})]
+
+
+@pytest.mark.parametrize("classes", [20, 21, 150])
+def test_twenty_classes_have_names_and_counts_and_more_have_colours(
+    classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[tuple[str, str]] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, at, text, fill, **_: texts.append((text, fill)))
+    confusion = np.eye(classes, dtype=int) * 3
+    confusion[0, 1], confusion[-1, -1] = 1, 0
+    counts: dict[str, Any] = {name: [1] * classes for name in ("examples", "predicted", "hits")}
+    names = ["name", *["b"] * (classes - 1)]
+    page = pictures.heat(
+        Predictions(step=1, names=names, **counts, confusion=confusion.tolist(), curves=[], worst=[])
+    )
+    fills = dict(texts)
+    assert {"predicted", "true"} <= fills.keys()
+    assert ("name" in fills, "3" in fills) == (classes == 20, classes == 20)
+    side = Image.open(BytesIO(page)).size[0]
+    if classes == 20:
+        assert (fills["3"], fills["1"]) == ("white", "black"), "a quarter of the class"
+        assert side > 20 * 24 + 13 + 8
+    else:
+        assert side == 13 + 8 + classes * max(3, 300 // classes)
+
+
+@pytest.mark.parametrize(
+    ("channels", "words"),
+    [
+        (1, ""),
+        (2, " (the first of 2 channels)"),
+        (3, ""),
+        (4, " (the first three of 4 channels)"),
+        (13, " (the first three of 13 channels)"),
+    ],
+)
+def test_pictures_say_which_channels_they_show(channels: int, words: str) -> None:
+    assert pictures.channels_shown(channels) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("caf\u00e9", "caf\u00e9"), ("\u017f", "\u017f"), ("\u0180", "class 0"), ("", "")]
+)
+def test_a_name_that_the_font_of_pictures_does_not_have_is_a_number(name: str, text: str) -> None:
+    assert pictures._name([name], 0) == text
+
+
+def test_a_text_is_cut_to_what_fits_exactly() -> None:
+    width = pictures._width("abcdefgh")
+    assert [pictures._fitting("abc\tdefgh"[:4] + "defgh", room) for room in (width + 9, 0)] == ["abc defgh", ""]
+    assert pictures._fitting("abcdefgh", width) == "abcdefgh"
+    assert pictures._fitting("abcdefgh", width - 1).endswith("…")
+    assert pictures._width("iii") >= pictures._MEASURE.textlength("iii")

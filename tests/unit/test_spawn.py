@@ -1,9 +1,12 @@
 """How a launcher starts, ends and restarts the ranks of one machine. The ranks are pretended processes."""
 
+import logging
 import multiprocessing.connection
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +17,10 @@ import pytest
 from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import Elastic, Slurm, Spawn, elastic, spawn
+from lockstep.launcher import Elastic, Inline, Slurm, Spawn, elastic, processes, spawn
 from lockstep.launcher.processes import Fresh, forwarding
 from lockstep.launcher.spawn import RANKS_GRACE_S, Children
-from lockstep.runtime.signals import AGAIN_S
+from lockstep.runtime.signals import AGAIN_S, LAUNCHER, STOP_SIGNALS, StopNow, not_begun
 
 
 class Clock:
@@ -133,6 +136,25 @@ def test_an_attempt_does_not_read_the_errors_of_the_one_before(tmp_path: Path, r
         Spawn(ranks=2).attempt(Entry(entry), run)
 
 
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_ranks_are_started_again_as_often_as_restarts_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    def attempt(launcher: Elastic, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:
+        attempts.append(can_restart)
+        return RankFailed("a fault") if can_restart else None
+
+    attempts = list[bool]()
+    monkeypatch.setattr(Elastic, "attempt", attempt)
+    Elastic(restarts=restarts).run(Entry(entry), RunDir(tmp_path))
+    assert attempts == [True] * restarts + [False]
+
+
+def test_a_rank_of_an_agent_has_the_keys_of_its_job() -> None:
+    own: dict[str, Any] = {"backend": "gloo", "timeout": "5min", "threads": 3}
+    assert Elastic(ranks=2, restarts=1, **own).as_rank() == Inline(**own)
+
+
 def test_machines_are_a_number_or_a_range_and_meet_only_if_there_are_several() -> None:
     assert [Elastic(nodes=nodes).node_range for nodes in (1, 3, "2:4")] == [(1, 1), (3, 3), (2, 4)]
     for launcher in (Elastic(nodes="1:2", rendezvous="a:1"), Elastic(nodes=2, node_rank=1), Elastic()):
@@ -143,13 +165,16 @@ def test_machines_are_a_number_or_a_range_and_meet_only_if_there_are_several() -
 
 
 def test_a_job_of_slurm_starts_its_ranks_with_what_it_was_submitted_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="which only the command line can do"):
-        Slurm().in_allocation()
+    for earlier in ({}, {"LOCKSTEP_SLURM_JOB": "16"}, {"SLURM_JOB_ID": "17"}):  # 16 runs a command that submits 17
+        for name, value in earlier.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match="which only the command line can do"):
+            Slurm().in_allocation()
     facts = {"SLURM_JOB_ID": "17", "LOCKSTEP_SLURM_JOB": "17", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "localhost"}
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
     assert Slurm(ranks=3, timeout="5min").in_allocation() == Spawn(ranks=3, timeout="5min")
-    assert Slurm(restarts=2).in_allocation() == Elastic(restarts=2)
+    assert [Slurm(restarts=number).in_allocation() for number in (1, 2)] == [Elastic(restarts=1), Elastic(restarts=2)]
     machines = Slurm(nodes=2, restarts=1, ranks=4).in_allocation()
     assert (machines.nodes, machines.restarts, machines.ranks, machines.node_rank) == (2, 1, 4, 1)
     assert machines.rendezvous.startswith("localhost:1")
@@ -211,13 +236,15 @@ def test_the_agent_meets_others_as_torchrun_does_and_ends_with_what_its_ranks_sa
     monkeypatch.setattr(os, "environ", {**os.environ})
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
-    launcher = Elastic(nodes="2:3", ranks=4, restarts=5, rendezvous=place, node_rank=0)
+    launcher = Elastic(nodes="2:3", ranks=4, restarts=5, rendezvous=place, node_rank=0, timeout="0.2s")
     with pytest.raises(RankFailed if says else SystemExit, match=says or str(exit_code)):
         launcher.run_agent(["python", "train.py"])
     ((config, program, words),) = configs
     assert (program, words) == ("python", ("train.py",))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (2, 3, 4, 5)
-    assert (config.rdzv_endpoint, config.rdzv_configs["is_host"]) == (place, True)
+    waits = {"join_timeout": elastic.FIRST_S, "last_call_timeout": elastic.LAST_CALL_S, "read_timeout": 1}
+    assert config.rdzv_endpoint == place
+    assert config.rdzv_configs.items() >= {"is_host": True, **waits}.items()
     assert {"SIGTERM", "SIGUSR1", "SIGXCPU"} <= {*config.signals_to_handle.split(",")}
     assert config.logs_specs.root_log_dir == os.devnull
 
@@ -232,3 +259,248 @@ def test_a_machine_says_why_it_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> 
         Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=1, timeout="1s").run_agent(["python"])
     with pytest.raises(InputError, match="expected a number from 0 to 1"):
         Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=2).run_agent(["python"])
+
+
+def test_stacks_and_a_pause_are_passed_on_and_the_handlers_of_before_are_back(
+    sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(-number if pid == os.getpid() else 0))
+    with forwarding(sent.append) as request:
+        signal.raise_signal(signal.SIGUSR2)
+        assert sent == [signal.SIGUSR2]
+        signal.raise_signal(signal.SIGTSTP)
+        assert sent[1:] == [signal.SIGSTOP, -signal.SIGSTOP, signal.SIGCONT], "the ranks first, and they go on"
+        assert not request.requested
+    assert signal.getsignal(signal.SIGUSR2) is before
+    with pytest.raises(LockstepError, match=r"^its own$") as raised, forwarding(sent.append):
+        raise LockstepError("its own")
+    assert type(raised.value) is LockstepError
+
+
+def test_a_stop_is_sent_again_to_ranks_that_had_not_started_and_raises_nothing(sent: list[int]) -> None:
+    with forwarding(sent.append) as request:
+        request.repeat()
+        assert sent == []
+        signal.raise_signal(signal.SIGTERM)
+        request.repeat()
+    assert sent == [signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize("error", [None, ValueError("odd"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_call_in_a_thread_has_its_result_or_its_error_whatever_that_is(error: BaseException | None) -> None:
+    def call() -> str:
+        threads.append(threading.current_thread())
+        if error is not None:
+            raise error
+        return "done"
+
+    threads: list[threading.Thread] = []
+    future = processes.in_thread(call)
+    if error is None:
+        assert future.result(30) == "done"
+    else:
+        assert future.exception(30) is error
+    assert threads[0].daemon, "it keeps no process from ending"
+
+
+def test_a_wait_ends_with_the_condition_or_with_its_time_and_says_once_what_it_waits_for(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert processes.wait(lambda: "now", 5, show="waiting for it") == "now"
+    assert clock.now == 100
+    assert processes.wait(lambda: 0, 5, show="waiting for it") == 0
+    assert clock.now == pytest.approx(105, abs=2 * processes.POLL_S)
+    assert not capsys.readouterr().out, "not before ten seconds"
+    assert not processes.wait(lambda: clock.now > 1000, 30, show="waiting for it")
+    assert capsys.readouterr().out == "waiting for it (at most 30 s)\n"
+    began = clock.now
+    assert processes.wait(lambda: clock.now >= began + 3, 30) is True
+    assert clock.now < began + 4
+
+
+def test_a_port_listens_or_it_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert processes.is_listening("127.0.0.1", port)
+    assert not processes.is_listening("127.0.0.1", port)
+
+
+def test_a_fresh_interpreter_has_its_options_and_is_alone_with_the_end_of_its_pipe(tmp_path: Path) -> None:
+    before = {*map(str, Path("/proc/self/fd").iterdir())}
+    with (tmp_path / "out").open("w") as out:
+        process = Fresh(["sh", "-c", "pwd; echo $A; exit 3"], {"A": "b"}, cwd=tmp_path, stdout=out)
+        assert multiprocessing.connection.wait([process.sentinel], 30) == [process.sentinel]
+        process.join()
+    assert process.exitcode == 3
+    process.send_signal(signal.SIGTERM)  # it has ended
+    assert (tmp_path / "out").read_text() == f"{tmp_path}\nb\n"
+    assert {*map(str, Path("/proc/self/fd").iterdir())} == before
+    killed = Fresh(["sleep", "60"], {**os.environ})
+    assert killed.exitcode is None
+    killed.send_signal(signal.SIGKILL)
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+
+
+def test_ranks_start_with_the_number_of_their_launcher_and_with_stops_held_back(
+    tmp_path: Path, ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> None:
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        seen.append((os.environ[LAUNCHER], {*STOP_SIGNALS, signal.SIGUSR2} <= held))
+
+    seen: list[tuple[str, bool]] = []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ranks(0, 0, act=look)
+    Spawn(ranks=2).run(Entry(entry), RunDir.at(tmp_path / "run"))
+    assert seen == [(str(os.getpid()), True)] * 2
+    with pytest.raises(KeyError), spawn._starting():
+        raise KeyError
+    assert LAUNCHER not in os.environ
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_fresh_rank_knows_its_place_whatever_the_environment_of_its_launcher_says(
+    tmp_path: Path, ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(words: list[str], variables: dict[str, str]) -> Rank:
+        started.append((words, variables))
+        return Rank(0)
+
+    started: list[tuple[list[str], dict[str, str]]] = []
+    ranks()
+    monkeypatch.setattr(spawn, "Fresh", start)
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("OF_THE_USER", "yes")
+    run = RunDir.at(tmp_path / "run")
+    Spawn(ranks=2).run(Entry(entry, ("object",)), run)
+    for rank, (words, variables) in enumerate(started):
+        place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "PYTHONSAFEPATH": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        assert variables.items() >= {**place, "OF_THE_USER": "yes"}.items()
+        assert words[:3] == [sys.executable, "-m", "lockstep.runtime.child"]
+        assert words[3:6] == [str(os.getpid()), Entry(entry).module, str(run.path)]
+        assert len(words) == 7, "the file with the objects"
+    assert len({variables["MASTER_PORT"] for _, variables in started}) == 1
+    assert not Path(started[0][0][6]).exists()
+
+
+def test_the_remedy_of_a_job_is_that_of_its_entry(tmp_path: Path, ranks: Callable[..., None]) -> None:
+    ranks(None, -signal.SIGKILL)
+    with pytest.raises(RankFailed, match=r"ran out of memory; use fewer ranks; see .*rank1\.log$"):
+        Spawn(ranks=2).attempt(Entry(entry, (), "use fewer ranks"), RunDir.at(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("saved", ["", "step 3"])
+def test_a_stop_before_a_rank_hears_it_says_what_is_saved(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(path: Path) -> None:
+        raise StopNow
+
+    run = RunDir.at(tmp_path / "run")
+    run.write_summary(objective=3.0)
+    assert Inline().launch(Entry(entry), run) == 3.0
+    monkeypatch.setattr("lockstep.core.run.Run.saved", saved)
+    with pytest.raises(Stopped) as raised:
+        Inline().launch(Entry(stopped), run)
+    assert str(raised.value) == str(not_begun(saved))
+
+
+VALUES = {
+    elastic.NODES: (
+        (1, 4096, "1", "2:4", "3:3", "4096"),
+        (0, 4097, "0", "4:2", "1:4097", "2:", ":2", "x", True, None, 1.5),
+    ),
+    elastic.RENDEZVOUS: (
+        ("a:1", "10.0.0.1:65535", "[fe80::1%eth0]:29500", "my-host.example.org:29500"),
+        ("a", "a:0", "a:65536", ":1", "a:b", "a b:1", "fe80::1:29500", "[]:1", None, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("check", VALUES, ids=lambda check: check.expected[:9])
+def test_machines_and_their_meeting_are_written_in_one_way(check: Any) -> None:
+    right, wrong = VALUES[check]
+    assert [value for value in right if not check.fits(value)] == []
+    assert [value for value in wrong if check.fits(value)] == []
+
+
+@pytest.mark.parametrize(
+    ("place", "host", "port"),
+    [("a.b:1", "a.b", 1), ("[fe80::1]:29500", "fe80::1", 29500), ("10.0.0.1:65535", "10.0.0.1", 65535)],
+)
+def test_a_meeting_is_a_host_without_brackets_and_a_port(place: str, host: str, port: int) -> None:
+    launcher = Elastic(nodes=2, rendezvous=place, node_rank=1)
+    assert launcher._meeting() == (host, port)
+    assert not launcher.is_host
+    assert Elastic(nodes=2, rendezvous=place, node_rank=0).is_host
+    with pytest.raises(InputError, match=r"^launcher\.nodes is 2, but nothing says where the machines meet"):
+        Elastic(nodes=2)._meeting()
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "own", "is_host"), [("auto", True, True), ("auto", False, False), (1, True, False)]
+)
+def test_main_s_machine_is_the_one_with_the_address(
+    node_rank: int | str,
+    own: bool,
+    is_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(elastic.addresses, "is_own_address", lambda host, port: own)
+    monkeypatch.setattr(elastic.addresses, "resolve_host", lambda host, port: [(socket.AF_INET, "127.0.0.1")])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launcher = Elastic(nodes="2:3", ranks=1, rendezvous=f"here:{port}", node_rank=node_rank)
+    assert launcher.is_host is is_host
+    says = "this machine can listen at" if is_host else "here has an address; it listens at"
+    assert launcher.try_address().startswith(f"{says} here:{port}")
+    monkeypatch.setattr(elastic, "is_listening", lambda host, port, seconds=0.0: patience.append(seconds) or True)
+    patience: list[float] = []
+    launcher._await_main(3)
+    shown = capsys.readouterr().out
+    assert shown == (f"waiting at here:{port} for 1 of 2 machines\n" if is_host else "")
+    assert patience == ([] if is_host else [elastic.ANSWER_S])
+    config = launcher._launch_config(30, 600)
+    assert config.rdzv_configs.items() >= {"is_host": is_host, "join_timeout": 600, "read_timeout": 30}.items()
+    assert config.local_addr == ("here" if is_host else f"~{node_rank:>8}~{socket.gethostname()}")
+
+
+@pytest.mark.parametrize("error", ["rendezvous", "store", "not needed", "signal"])
+def test_an_agent_that_meets_nobody_or_is_stopped_ends_with_a_sentence_or_its_code(
+    error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import DistStoreError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+    from torch.distributed.launcher import api
+
+    errors = {
+        "rendezvous": RendezvousTimeoutError("too late"),
+        "store": DistStoreError("gone"),
+        "not needed": AttributeError("no result"),
+        "signal": SignalException("stop", signal.SIGTERM),
+    }
+
+    def run(*words: str) -> None:
+        raise errors[error]
+
+    monkeypatch.setattr(api, "elastic_launch", lambda config, program: run)
+    monkeypatch.setattr(Elastic, "_await_main", lambda self, patience: waited.append(patience))
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    waited: list[float] = []
+    launcher = Elastic(nodes=2, ranks=1, rendezvous="127.0.0.1:1", node_rank=1, timeout="20min")
+    if error == "signal":
+        with pytest.raises(SystemExit) as left:
+            launcher.run_agent(["python"])
+        assert left.value.code == Stopped.exit_code
+    else:
+        with pytest.raises(RankFailed, match=r"^no 2 machines have met at 127\.0\.0\.1:1, or main's is gone \("):
+            launcher.run_agent(["python"])
+    assert waited == [1200]
+    logger = logging.getLogger("torch.distributed.elastic")
+    assert not logger.propagate
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"

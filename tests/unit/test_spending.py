@@ -49,7 +49,7 @@ def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -
 
 
 def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 s until its last checkpoint, 40 s more until a log point that is written, and 5 s until the kill."""
+    """100 s until its last checkpoint, 30 s more until a log point that is written, and 5 s until the kill."""
     now = 1000.0
     monkeypatch.setattr("lockstep.telemetry.hardware_watch.time", SimpleNamespace(monotonic=lambda: now))
     for number in (1, 2):
@@ -57,16 +57,20 @@ def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkey
         session.trained = lambda: {"images": 500.0, "training_seconds": 80.0, "waiting_seconds": 8.0}
         now += 100
         session.saved(10, tmp_path)
-        for seconds in (20, 20, 5):
+        for seconds in (20, 10, 5):
             now += seconds
             session.write(20, {})
         spent = Run(tmp_path).spent
-        assert spent["hours"] == pytest.approx(number * 140 / 3600)
-        assert (spent["kwh"], spent["usd"]) == pytest.approx((number * 2.0, number * 140 / 3600 * 2 * 3.0))
+        assert spent["hours"] == pytest.approx(number * 130 / 3600)
+        assert (spent["kwh"], spent["usd"]) == pytest.approx((number * 2.0, number * 130 / 3600 * 2 * 3.0))
         trained = (spent["images"], spent["training_seconds"], spent["waiting_seconds"])
         assert trained == (number * 500, number * 80, number * 8)
-        assert RunDir(tmp_path).read_summary()["seconds"] == pytest.approx(number * 140)
+        assert RunDir(tmp_path).read_summary()["seconds"] == pytest.approx(number * 130)
     assert rates(Run(tmp_path).spent) == {"img_per_s": 6.25, "data_wait_pct": 10}
+    assert rates({"images": 0.0, "training_seconds": 0.0, "waiting_seconds": 0.0}) == {
+        "img_per_s": 0,
+        "data_wait_pct": 0,
+    }
 
 
 @pytest.mark.parametrize("budget", [{"hours": 0.4}, {"kwh": 1.9}, {"kwh": 2.0}, {"usd": 2.9}])
@@ -90,6 +94,17 @@ def test_a_budget_of_energy_needs_a_machine_that_tells_it(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"budget\.kwh is 2, but this machine does not tell .* use budget\.hours"):
         spending(tmp_path, joules=None, kwh=2.0)
     assert "kwh" not in spending(tmp_path, joules=None).so_far()
+    assert spending(tmp_path, joules=0.0).so_far()["kwh"] == 0
+    several = spending(tmp_path)
+    several.counts_energy = False
+    assert "kwh" not in several.so_far(), "the energy of one machine of several is not that of the run"
+
+
+def test_a_cost_without_a_number_counts_nothing(tmp_path: Path) -> None:
+    RunDir(tmp_path).summary.write_text(json.dumps({"spent": {"usd": None, "gpu_hours": 2.0}}))
+    resumed = spending(tmp_path)
+    resumed.began -= 3600
+    assert resumed.so_far() == pytest.approx({"hours": 1.0, "gpu_hours": 4.0, "kwh": 2.0, "usd": 6.0}, rel=1e-3)
 
 
 @pytest.mark.parametrize(

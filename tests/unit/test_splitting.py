@@ -25,7 +25,7 @@ from lockstep.core.run import State
 from lockstep.core.tags import Monitor
 from lockstep.data.datasets import CSV, Digits, Folder, listing
 from lockstep.data.datasets.builtin import ArraySource
-from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.files import FileSource, FileSplit
 from lockstep.data.datasets.splitting import Examples
 from lockstep.diagnostics.inspection import inspect
 from lockstep.records.ledger import Ledger
@@ -406,6 +406,17 @@ def test_images_that_are_trained_on_and_in_the_test_split_are_named(tmp_path: Pa
     assert any(re.match(r"\d+ twice in two splits, such as .*: the score is too good", text) for text in texts)
 
 
+def test_images_that_cannot_be_read_are_no_image_that_is_there_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(self: FileSplit, index: int) -> bytes:
+        raise OSError
+
+    source = Folder(path=folder_of(tmp_path, {"a": 6, "b": 6}), val_share=0.2)
+    monkeypatch.setattr(FileSplit, "content", unreadable)
+    assert not [finding.text for finding in inspect(source, 10) if "twice" in finding.text]
+
+
 @pytest.mark.parametrize("options", [{"group_column": "patient"}, {"group_column": "group", "group_pattern": "x"}])
 def test_a_group_column_that_names_no_groups_is_one_sentence(options: dict[str, str], root: Path) -> None:
     for name in ("csv", "hf"):
@@ -417,6 +428,25 @@ def test_a_group_column_that_names_no_groups_is_one_sentence(options: dict[str, 
     (root / "bare.csv").write_text("path,label,group\n" + "".join(f"train/a/train0_0.png,a,{n}\n" for n in "xy"))
     with pytest.raises(InputError, match=r"line 3 of .* with another group than line 2"):
         CSV(path=str(root / "bare.csv"), group_column="group", folds=2, fold=0).prepare()
+
+
+@pytest.mark.parametrize(
+    ("how", "missing"),
+    [({"group_column": "group"}, "no group"), ({"group_pattern": "(x)"}, "an image without the name of a file")],
+)
+def test_a_row_of_no_group_is_one_sentence(how: dict[str, str], missing: str, root: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"image": {"bytes": file.read_bytes(), "path": None if n == 2 else "x.png"}, "label": "a", "group": None}
+        for n, file in enumerate(sorted((root / "val").rglob("*.png")))
+    ]
+    for row in rows[:2]:
+        row["group"] = "x"
+    texts = dict.fromkeys(("label", "group"), datasets.Value("string"))
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(image=datasets.Image(), **texts))
+    datasets.DatasetDict(train=table).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match=f"row 2 of train in .* has {missing}; use dataset.group_column=NAME"):
+        source("hf", tmp_path, val_split="auto", folds=2, fold=0, **how).prepare()
 
 
 def test_an_image_in_memory_has_its_number_in_the_whole_split_in_every_fold() -> None:
@@ -444,3 +474,57 @@ def test_a_pattern_that_does_not_end_is_one_sentence(
     split = Folder(path=str(tmp_path / "photos"), val_share=0.5, group_pattern=pattern)
     with pytest.raises(InputError, match=r"dataset.group_pattern is .* takes more than 3 s for 2 names"):
         split.prepare()
+
+
+def files_of(*names: str, **facts: Any) -> listing.Files:
+    return listing.Files(
+        Path, listing.as_names(names), torch.zeros(len(names), dtype=torch.int64), ("a", "b"), **facts
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups"),
+    [
+        (r"p\d", ["p1", "p2", "p1"]),
+        (r"(p\d)_(\d)", ["p1", "p2", "p1"]),
+        (r"_(\d)(\d)?", ["1", "1", "2"]),
+        (r"(?:p)(\d)", ["1", "2", "1"]),
+        (r"(z*)", ["", "", ""]),
+        (r"^x/(p1)?", None),
+        (r"y", None),
+    ],
+)
+def test_the_first_group_of_a_pattern_or_all_of_it_names_a_group_anywhere_in_a_name(
+    pattern: str, groups: list[str] | None
+) -> None:
+    files = files_of("x/p1_1", "x/p2_1", "x/p1_2")
+    if groups is None:
+        with pytest.raises(InputError, match=r"which names no group in 'x/p[12]_1'; correct it, so that it matches"):
+            files.grouped(pattern)
+        return
+    assert files.grouped(pattern).groups.tolist() == [group.encode() for group in groups]  # type: ignore[union-attr]
+    of_column = files_of("a", "b", "c", groups=files.keys).grouped(pattern)
+    assert of_column.groups.tolist() == [group.encode() for group in groups], "of the groups of a column"  # type: ignore[union-attr]
+
+
+def test_a_part_of_the_files_keeps_what_each_is() -> None:
+    files = files_of("x", "y", "z", groups=listing.as_names("uvw"), notes=("one",))
+    parts = files.without("val", np.array([True, False, True]))
+    assert [(name, of.keys.tolist(), of.groups.tolist()) for name, of in parts.items()] == [  # type: ignore[union-attr]
+        ("train", [b"y"], [b"v"]),
+        ("val", [b"x", b"z"], [b"u", b"w"]),
+    ]
+    assert [(len(of), of.labels.tolist(), of.notes) for of in parts.values()] == [
+        (1, [0], ("one",)),
+        (2, [0, 0], ("one",)),
+    ]
+    assert [*files_of("x").fingerprint()] == ["a"], "a class without files is not named"
+    members = listing.Files(str, np.array([2, 0]), torch.zeros(2), ("a",), "shards", member_names=files.keys)
+    assert members.names.tolist() == [b"z", b"x"]
+    one, another = (listing.Files(Path, files.keys, torch.zeros(3, 1), (name,)).fingerprint() for name in "xy")
+    assert one["examples"] == another["examples"]
+    assert one["labels"] != another["labels"]
+    both = [files_of(*"bca", groups=listing.as_names("bca")), files_of(*"ab", groups=listing.as_names("ab"))]
+    splits = dict(zip(("train", "val"), both, strict=True))
+    with pytest.raises(InputError, match=r"the group 'a' has images .* as 2 groups have"):
+        listing.check_groups(splits)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.precision import FP32
-from lockstep.strategy import Pipeline, Single
+from lockstep.strategy import Pipeline, Single, pipeline
 from lockstep.strategy.cutting import cut
 from lockstep.strategy.pipeline import become_stage
 from thread_ranks import ThreadRanks
@@ -38,10 +38,13 @@ class Network(nn.Module):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
         self.shift = [torch.ones(1, 4)]  # in a list it is no buffer, so every stage has it
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.first(x)
+        if self.between == "unsaved":
+            first = first - self.mean
         second = self.second(first)
         if self.between == "skip":
             second = second + first
@@ -49,6 +52,8 @@ class Network(nn.Module):
             second = nn.functional.linear(second, self.first.weight)
         if self.between == "again":
             second = self.second(second)
+        if self.between == "unsaved":
+            second = second + self.mean
         if self.between == "constant":
             second = second[:, self.shift[0].to(second.device).argmax() :]
         logits: Tensor = self.third(second)
@@ -87,6 +92,7 @@ def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
         (nn.Sequential(nn.Linear(4, 4), Residual()), "1.inner.1", "more than its input is used behind it"),
         (Network("tied"), "second", "first.weight is used on both sides of it"),
         (Network("tied"), "third", ""),
+        (Network("unsaved"), "second", "mean is used on both sides of it"),
         (Network("again"), "second", "it runs more than once"),
         (Network("plain"), "secnd", "the model runs no module 'secnd', expected some of first, second, third. Did"),
         (Network("plain"), "first", "leaves stage 0 without parameters"),
@@ -121,6 +127,13 @@ def test_a_skip_connection_over_a_cut_is_refused() -> None:
 )
 def test_of_cuts_that_are_equal_the_first_is_taken_that_sends_least(layers: list[nn.Module], entry: str) -> None:
     assert cut(nn.Sequential(*layers), IMAGES, 2, None).entries == (entry,)
+
+
+def test_a_buffer_that_no_traced_pass_uses_is_in_the_stage_of_its_module() -> None:
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+    homes = cut(nn.Sequential(*blocks), IMAGES, 3, ["1", "2"]).homes
+    assert {f"{number}.1.num_batches_tracked" for number in range(3)} < {*homes}
+    assert {name: stage for name, stage in homes.items() if stage != int(name[0])} == {}
 
 
 def test_cuts_are_in_the_order_of_the_layers() -> None:
@@ -196,3 +209,18 @@ def test_a_schedule_orders_the_passes_of_a_stage(schedule: str, rank: int, order
         between=lambda: pytest.fail("it waits for all stages"),
     )
     assert " ".join(passes) == order
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 3)])
+def test_nobody_waits_for_an_empty_message_which_is_not_sent(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(pipeline.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(pipeline.dist, "recv", lambda message, source, group, tag: calls.append(("from", source)))
+    monkeypatch.setattr(pipeline.dist, "isend", lambda message, target, group, tag: calls.append(("to", target)))
+    neighbours = pipeline.Neighbours(world(1, 3))
+    for kind in (pipeline.ACTIVATIONS, pipeline.GRADIENTS):
+        assert neighbours.receive(torch.Size(shape), torch.float64, kind).shape == shape
+        neighbours.send(torch.zeros(shape), kind)
+    assert calls == ([("from", 0), ("to", 2), ("from", 2), ("to", 0)] if shape[0] else [])

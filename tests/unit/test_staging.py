@@ -50,6 +50,7 @@ def test_copies_of_the_hosts_own_tensors_stay_what_they_are() -> None:
 def test_main_saves_the_tensors_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has every second tensor; the others are shapes without numbers there."""
     numbers = [torch.full((2, number + 1), number + 0.5) for number in range(3)]
+    numbers += [torch.rand(2, 3, 2, 2).to(memory_format=torch.channels_last) for _ in range(2)]
 
     def saved(world: World) -> list[Tensor]:
         own = {str(n): tensor.to("cpu" if n % 2 == world.rank else "meta") for n, tensor in enumerate(numbers)}
@@ -57,4 +58,4 @@ def test_main_saves_the_tensors_of_every_stage(monkeypatch: pytest.MonkeyPatch) 
 
     main, other = ThreadRanks(2, monkeypatch).run(saved)
     assert [tensor.tolist() for tensor in main] == [tensor.tolist() for tensor in numbers]
-    assert [tensor.is_meta for tensor in other] == [True, False, True]
+    assert [tensor.is_meta for tensor in other] == [True, False, True, False, True]

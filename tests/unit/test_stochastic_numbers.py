@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep.core import rng
 from lockstep.core.data_protocols import Shard
+from lockstep.stochastic import numbers
 from lockstep.stochastic.numbers import below, forward_keys, normal, random_bits, uniform_from_bits
 
 EXAMPLES, ELEMENTS = 4096, 1024
@@ -81,6 +82,26 @@ def test_uniform_numbers_fill_their_cells_evenly_and_never_reach_one() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         assert uniform_from_bits(torch.tensor([-1, -(2**31), 2**31 - 1], dtype=torch.int32), dtype).max() < 1
         assert uniform_from_bits(bits, dtype).min() >= 0
+
+
+def lowbias32(x: int) -> int:
+    """The hash of Chris Wellons (2018): https://nullprogram.com/blog/2018/07/31/."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> shift) * factor % 2**32
+    return x ^ x >> 16
+
+
+def as_int32(x: int) -> int:
+    return x - 2**32 * (x >= 2**31)
+
+
+def test_the_bits_of_an_element_are_those_of_published_hashes_of_its_place_and_its_example() -> None:
+    words = torch.tensor([[3, -5], [-(2**31), 2**31 - 1]], dtype=torch.int32)
+    positions = [lowbias32(number) for number in range(5)]
+    assert numbers._positions(5, torch.device("cpu")).tolist() == [*map(as_int32, positions)]
+    for (first, second), row in zip(words.tolist(), random_bits(words, 5).tolist(), strict=True):
+        mixed = [(second + (place ^ first % 2**32) * 0x7FEB352D) % 2**32 for place in positions]
+        assert row == [as_int32((x ^ x >> 15) * 0x846CA68B % 2**32) for x in mixed]
 
 
 def test_normal_numbers_have_the_moments_of_normal_numbers() -> None:

@@ -1,10 +1,15 @@
 """What a signal does to a run: when a stop interrupts, when it waits for the state, and what is left behind it."""
 
+import gc
+import importlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -140,3 +145,205 @@ def test_a_stop_is_known_to_the_handlers_before_and_after() -> None:
     assert program.requested, "the program behind the run must not go on"
     with pytest.raises(Stopped), stop_signals(after_a_step()):
         raise AssertionError("the stop came before the handlers were set")
+
+
+def test_the_signals_that_ask_for_a_stop_are_those_that_end_a_process_and_that_nobody_handles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("INT", "TERM", "HUP", "QUIT", "USR1", "ALRM", "VTALRM", "PROF", "POLL", "PWR", "STKFLT", "XCPU")
+    usual = {*(getattr(signal, f"SIG{name}") for name in names), *range(signal.SIGRTMIN, signal.SIGRTMAX + 1)}
+    handlers: dict[int, object] = {}
+    monkeypatch.setattr(signals.signal, "getsignal", lambda number: handlers.get(number, signal.SIG_DFL))
+    assert {*signals._stop_signals()} == usual
+    handlers |= {signal.SIGINT: signal.SIG_IGN, signal.SIGHUP: signal.SIG_IGN, signal.SIGPROF: lambda *_: None}
+    assert {*signals._stop_signals()} == usual - {signal.SIGHUP, signal.SIGPROF}, "who sends SIGINT means it"
+
+
+def test_a_stop_names_the_step_at_which_an_earlier_process_has_saved_the_run() -> None:
+    request = StopRequest()
+    assert str(request.error()).startswith("stopped before a step was finished; nothing is lost: rerun the command")
+    request.saved = "step 5 of 9"
+    assert str(request.error()).startswith("stopped at step 5 of 9, which was saved: rerun the command")
+    request.ask("the budget is spent")
+    assert (request.requested, request.reason) == (True, "the budget is spent")
+
+
+def test_an_import_is_not_interrupted_however_deep_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[bool]()
+
+    def look() -> None:
+        seen.append(signals.importing(sys._getframe()))
+        for force in (False, True):
+            request = StopRequest()
+            request.force = force
+            request(signal.SIGTERM, sys._getframe())
+            assert request.requested
+
+    (tmp_path / "looks_while_imported.py").write_text("import builtins\nbuiltins.look()\n")
+    monkeypatch.setattr("builtins.look", look, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("looks_while_imported")
+    del sys.modules["looks_while_imported"]
+    assert seen == [True]
+    assert not signals.importing(sys._getframe())
+    assert not signals.importing(None)
+    forced = after_a_step()
+    forced.force = True
+    with pytest.raises(StopNow):
+        forced(signal.SIGTERM, sys._getframe())
+
+
+def test_a_signal_that_was_blocked_until_the_context_stops_it() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        request = StopRequest()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped), stop_signals(request):
+            pytest.fail("the signal has not come")
+        assert request.requested
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_behind_a_run_a_late_signal_interrupts_nothing_and_an_earlier_stop_is_known_to_it() -> None:
+    request = StopRequest()
+    with stop_signals(request, restore=False):
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    assert request.requested
+    later = StopRequest()
+    with pytest.raises(Stopped), stop_signals(later):
+        pytest.fail("the stop came before")
+    assert later.requested
+
+
+@pytest.mark.parametrize(
+    ("parent", "variable", "launched", "whom"),
+    [
+        (None, None, False, []),
+        (5, None, False, [5]),
+        (None, "7", False, [7]),
+        (5, "7", False, [5]),
+        (None, None, True, [None]),
+        (None, "7", True, [None]),
+        (5, "7", True, [5]),
+    ],
+)
+def test_a_process_of_ours_ends_with_the_one_that_it_must_not_outlive(
+    parent: int | None, variable: str | None, launched: bool, whom: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed, prepared = list[Any](), list[str]()
+    monkeypatch.setattr(signals, "die_with_parent", followed.append)
+    for name in ("guard_streams", "own_process"):
+        monkeypatch.setattr(signals, name, lambda name=name: prepared.append(name))
+    monkeypatch.setattr(signals, "is_launched", lambda: launched)
+    monkeypatch.delenv(signals.PARENT, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(signals.PARENT, variable)
+    threshold, stacks = gc.get_threshold(), signal.getsignal(signal.SIGUSR2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
+    try:
+        signals.begin(parent)
+        assert not {signal.SIGTERM, signal.SIGUSR2} & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN, "it asks ranks for their stacks"
+        assert gc.get_threshold()[0] > threshold[0]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGUSR2, stacks)
+        gc.set_threshold(*threshold)
+    assert (followed, prepared) == (whom, ["guard_streams", "own_process"])
+    assert signals.PARENT not in os.environ, "its own children have other parents"
+
+
+class Gone(BaseException):
+    """The process has ended at once."""
+
+
+def end_at_once(code: int) -> NoReturn:
+    raise Gone(code)
+
+
+@pytest.mark.parametrize(
+    ("says", "rank", "line"), [("saved", "0", "lockstep: saved\n"), ("saved", "1", ""), ("", "0", "")]
+)
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_stop_before_the_handlers_of_a_run_ends_the_process_with_its_sentence(
+    says: str, rank: str, line: str, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[bytes]()
+
+    def write(number: int, data: bytes, wait_s: float) -> int:
+        assert (number, wait_s) == (2, 0)
+        if not is_read:
+            raise BrokenPipeError
+        written.append(data)
+        return len(data)
+
+    for name in ("die_with_parent", "guard_streams", "own_process"):
+        monkeypatch.setattr(signals, name, lambda *_: None)
+    monkeypatch.setattr(signals.gc, "set_threshold", lambda *_: None)
+    monkeypatch.setattr(signals, "write_some", write)
+    monkeypatch.setattr(signals.os, "_exit", end_at_once)
+    monkeypatch.setenv("RANK", rank)
+    stacks = signal.getsignal(signal.SIGUSR2)
+    signals.begin(says=says)
+    signal.signal(signal.SIGUSR2, stacks)
+    with pytest.raises(Gone) as gone:
+        signal.raise_signal(signal.SIGHUP)
+    assert gone.value.args == (75,)
+    assert b"".join(written).decode() == line * is_read
+
+
+def test_a_process_leaves_after_its_exit_handlers_with_all_that_it_has_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done = list[str]()
+    monkeypatch.setattr(signals.os, "_exit", end_at_once)
+    monkeypatch.setattr(signals.atexit, "_run_exitfuncs", lambda: done.append("handlers"))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, SimpleNamespace(flush=lambda name=name: done.append(name)))
+    timers = list[Any]()
+
+    def timer(seconds: float, *call: Any) -> Any:
+        timers.append(SimpleNamespace(seconds=seconds, call=call, start=lambda: done.append("timer")))
+        return timers[-1]
+
+    monkeypatch.setattr(signals.threading, "Timer", timer)
+    with pytest.raises(Gone) as gone:
+        signals.leave(70)
+    assert gone.value.args == (70,)
+    assert done == ["timer", "handlers", "stdout", "stderr"]
+    assert (timers[0].daemon, timers[0].seconds) == (True, signals.LEAVE_S)
+
+
+@pytest.mark.parametrize("has_prctl", [True, False])
+@pytest.mark.parametrize("parent", [None, 40, 41])
+def test_an_orphan_ends_by_the_kernel_or_by_a_thread_or_at_once(
+    has_prctl: bool, parent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[Any]()
+    libc = SimpleNamespace(**{"prctl": lambda *numbers: calls.append(numbers)} if has_prctl else {})
+    monkeypatch.setattr(signals.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(signals.os, "getppid", lambda: 40)
+    monkeypatch.setattr(signals.os, "_exit", end_at_once)
+
+    def thread(target: object, args: list[int], daemon: bool) -> Any:
+        return SimpleNamespace(start=lambda: calls.append((target, args, daemon)))
+
+    monkeypatch.setattr(signals.threading, "Thread", thread)
+    if parent == 41:
+        with pytest.raises(Gone):
+            signals.die_with_parent(parent)
+    else:
+        signals.die_with_parent(parent)
+    assert calls == [(1, signal.SIGKILL) if has_prctl else (signals._follow, [40], True)]
+
+
+def test_a_process_that_follows_its_parent_ends_when_it_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents, killed = iter([40, 40, 1]), list[tuple[int, int]]()
+    monkeypatch.setattr(signals.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(signals.os, "kill", lambda *call: killed.append(call))
+    monkeypatch.setattr(signals.time, "sleep", lambda seconds: None)
+    signals._follow(40)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+    assert next(parents, None) is None

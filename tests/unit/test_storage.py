@@ -12,6 +12,7 @@ import pickle
 import struct
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ import torch
 from helpers import command, photos_of_two_classes, preprocessing
 from lockstep.cli.pack import pack
 from lockstep.core import safe_read
-from lockstep.core.errors import BrokenImage, StorageError
+from lockstep.core.errors import BrokenImage, LockstepError, StorageError
 from lockstep.core.run import Run
+from lockstep.core.safe_read import PAUSES_S, UnreadableStorage
 from lockstep.core.world import World
 from lockstep.data.datasets import CSV, MNIST, Folder, Packed, WebDataset, builtin, decode
 from lockstep.data.datasets.files import FileSplit
@@ -31,6 +33,8 @@ from lockstep.data.loading.reading import decode_all, read_images
 from lockstep.inference.images import stored_image
 
 ERRNOS = ("EIO", "ESTALE", "EAGAIN", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "ENODEV")
+# The errors of a path, of too many open files, and of a library, which has no number.
+LASTING = ("EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "ENOENT", "ELOOP", "EMFILE", "ENFILE", "")
 Faults = Callable[..., list[str]]
 
 
@@ -237,3 +241,35 @@ def test_a_run_with_a_file_that_cannot_be_read_ends_with_74_whatever_it_may_skip
     assert done.code == 74, done.err
     assert f"{ending} cannot be read (Stale file handle, also when it was read again); check its disk" in done.err
     assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [*ERRNOS, *LASTING])
+def test_only_an_error_that_may_pass_is_tried_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    def fail() -> None:
+        raise OSError(getattr(errno, name), "fault") if name else OSError("fault")
+
+    with pytest.raises(OSError if name in LASTING else UnreadableStorage, match="fault"):
+        safe_read.stored(fail, "place")
+    assert sum(pauses) == pytest.approx(0 if name in LASTING else sum(PAUSES_S))
+
+
+@pytest.mark.parametrize("name", [*ERRNOS, *LASTING])
+@pytest.mark.parametrize("path", ["a/path", None])
+def test_only_an_error_of_a_path_that_cannot_be_used_is_the_mistake_of_who_named_it(
+    name: str, path: str | None
+) -> None:
+    is_mistake = path is not None and name in LASTING[:6]
+    error = OSError(getattr(errno, name), "fault", path) if name else OSError("fault")
+    with pytest.raises(safe_read.UnreadableFile if is_mistake else OSError) as caught, safe_read.unusable_paths():
+        raise error
+    assert str(caught.value) == "a/path cannot be used (fault)" if is_mistake else caught.value is error
+
+
+def test_a_file_that_takes_more_memory_than_there_is_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sentence = r"^out of memory while .*file was read \(MemoryError\); allow more"
+    with pytest.raises(LockstepError, match=sentence), safe_read.open_plain(tmp_path / "file"):
+        raise MemoryError

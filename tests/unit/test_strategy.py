@@ -36,7 +36,7 @@ from lockstep.strategy import (
     Strict,
 )
 from lockstep.strategy.base import share_weights
-from lockstep.strategy.ddp import LARGE_GRADIENT, HookedReplica
+from lockstep.strategy.ddp import LARGE_GRADIENT, LAUNCH_SETTINGS, HookedReplica
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.zero import ZeROOptimizer, assign, blocks
 from thread_ranks import ThreadRanks
@@ -132,8 +132,10 @@ def test_low_precision_needs_16_bits_and_strict_shards_that_make_a_tree() -> Non
     FSDP(low_precision=True).check_parts(AdamW(), BF16(), 1)
     with pytest.raises(InputError, match=r"computes in float32, .* use precision=bf16, or remove strategy\.low_"):
         FSDP(low_precision=True).check_parts(AdamW(), FP32(), 1)
-    with pytest.raises(InputError, match=r"expected a power of two: strategy.shards=4"):
-        Strict(shards=3)
+    for shards in (3, 6, 12):
+        with pytest.raises(InputError, match=rf"is {shards}, expected a power of two: strategy.shards=4"):
+            Strict(shards=shards)
+    assert [Strict(shards=shards).shards for shards in (1, 2, 8, 64)] == [1, 2, 8, 64]
 
 
 NORMED, PLAIN = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
@@ -147,13 +149,17 @@ NORMED, PLAIN = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
         (DDP(), NORMED, 2, 2, ["batch norm counts per micro-batch: .* so does the number of ranks"]),
         (DDP(sync_batchnorm=False), NORMED, 2, 1, ["batch norm counts per rank"]),
         (DDP(sync_batchnorm=False), PLAIN, 2, 2, []),
+        (DDP(sync_batchnorm=False), NORMED, 1, 1, []),
         (DDP(comm_hook="bf16"), PLAIN, 2, 1, ["comm_hook=bf16 rounds the gradients"]),
         (DDP(comm_hook="bf16"), PLAIN, 1, 1, []),
         (FSDP(low_precision=True), PLAIN, 2, 1, ["norms and residuals in 16 bits"]),
+        (FSDP(low_precision=True), PLAIN, 1, 1, []),
         (Strict(), NORMED, 2, 2, ["one of 4 of the global batch"]),
         (Strict(), PLAIN, 2, 2, []),
         (Pipeline(), PLAIN, 2, 1, ["each of 2 stages waits 50 % of a step.* train.micro_batches=8 leaves 11 %"]),
         (Pipeline(), PLAIN, 2, 8, []),
+        (Pipeline(), PLAIN, 3, 5, ["each of 3 stages waits 29 % of a step.* train.micro_batches=12 leaves 14 %"]),
+        (Pipeline(), PLAIN, 3, 6, []),
         (Pipeline(), PLAIN, 1, 1, []),
     ],
 )
@@ -179,6 +185,16 @@ def test_other_options_of_accelerate_launch_are_refused(
     Accelerate().check(2, "cpu")
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=f"requests {name}={value}, but .* use {override}"):
+        Accelerate().check(2, "cpu")
+
+
+@pytest.mark.parametrize("name", LAUNCH_SETTINGS)
+def test_a_setting_of_accelerate_launch_that_changes_nothing_is_taken_in_any_case(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    neutral, _ = LAUNCH_SETTINGS[name]
+    for value in (*neutral, *map(str.upper, neutral), *map(str.title, neutral)):
+        monkeypatch.setenv(name, value)
         Accelerate().check(2, "cpu")
 
 

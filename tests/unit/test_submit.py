@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from omegaconf import OmegaConf
 
 from helpers import composed
 from lockstep.cli import callbacks
-from lockstep.config.composition import Invocation
+from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock
 from lockstep.job.resume import Resume
-from lockstep.job.slurm import Submission, preview, submission, submit
+from lockstep.job.slurm import REASON_CHARACTERS, Submission, preview, submission, submit
 from lockstep.job.slurm_task import SlurmTask
 from lockstep.launcher import Slurm
 from lockstep.records.ledger import Ledger
@@ -291,3 +293,122 @@ def test_jobs_that_return_their_submissions_are_submitted_together_at_the_end(
         callbacks.submit_all(sweep.submissions, folder)
         assert ("Ask for more: launcher.cpus=8" in capsys.readouterr().out) == (cpus is None)
     assert (tmp_path / "script").read_text().count("#SBATCH --array=0-1") == 2
+
+
+def test_a_script_has_the_options_of_its_job_the_setup_and_one_command(tmp_path: Path) -> None:
+    options = {"account": "me", "qos": "high", "constraint": "a100|h100", "cpus": 3, "at_once": 2}
+    text = preview([job(tmp_path, setup=["module load cuda", "set -e"], **options)])
+    named = directives(text)
+    assert (named["account"], named["qos"], named["constraint"]) == ("me", "high", "'a100|h100'")
+    assert (named["job-name"], "array" in named) == ("mine", False)
+    assert named["output"] == f"{tmp_path}/RUN_FOLDER/logs/slurm-%j.log"
+    command = f"{sys.executable} -m lockstep.job.slurm_task {tmp_path}/RUN_FOLDER train x"
+    assert text.splitlines()[0] == "#!/bin/bash"
+    assert text.splitlines()[-4:] == [
+        *("export PYTHONSAFEPATH=1", "module load cuda", "set -e"),
+        f"srun --unbuffered --cpus-per-task=3 {command} hydra.run.dir={tmp_path}/RUN_FOLDER",
+    ]
+    assert text.endswith("\n")
+    bare = preview([job(tmp_path / "50%", tmp_path / "50%" / "a b")])
+    assert directives(bare)["output"] == f"'{tmp_path}/50%%/a b/logs/slurm-%j.log'"
+    assert f"srun --unbuffered {sys.executable}" in bare
+    assert f"'{tmp_path}/50%/a b' train x 'hydra.run.dir=" in bare
+
+
+def test_each_job_of_an_array_has_its_own_command_and_the_folder_of_the_sweep_the_output(tmp_path: Path) -> None:
+    jobs = [replace(job(tmp_path, tmp_path / name), command=("train", name)) for name in "ab"]
+    text = preview(jobs, tmp_path / "sweep")
+    assert directives(text)["array"] == "0-1"
+    assert directives(text)["output"] == f"{tmp_path}/sweep/slurm-%A_%a.log"
+    cases = text[text.index("case $SLURM_ARRAY_TASK_ID in") :].splitlines()
+    assert [line.partition(") ")[0] for line in cases] == ["case $SLURM_ARRAY_TASK_ID in", "0", "1", "esac"]
+    assert all(f" {tmp_path}/{name} train {name} " in line for name, line in zip("ab", cases[1:3], strict=True))
+    assert directives(preview(jobs))["output"] == f"{tmp_path}/slurm-%A_%a.log", "below the root without a sweep"
+    resumed = replace(jobs[0], resumes=True)
+    assert resumed.words(tmp_path) == ["train", "a"], "the command names the run"
+
+
+@pytest.mark.parametrize("line", ["echo a\nrm b", "echo \x1b", "a\x00"])
+def test_no_line_of_a_script_has_a_control_character(line: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^launcher=slurm: the line .* has a control character; remove it$"):
+        preview([job(tmp_path, setup=[line])])
+
+
+def test_a_machine_without_slurm_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match=r"^launcher=slurm needs the commands of SLURM \(sbatch\), which this"):
+        submit([job(tmp_path / "runs")])
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_advice_on_cores_is_for_those_who_ask_for_none_in_any_way(
+    tmp_path: Path, programs: Programs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs(sbatch="echo 17")
+    for options, advised in (({}, True), ({"cpus": 1}, False), ({"sbatch": {"cpus-per-gpu": 4}}, False)):
+        submit([job(tmp_path / "runs", setup=["true"], **options)])
+        assert ("Ask for more: launcher.cpus=8" in capsys.readouterr().out) is advised
+
+
+def test_a_refusal_of_slurm_without_a_word_is_one(tmp_path: Path, programs: Programs) -> None:
+    programs(sbatch="exit 1")
+    with pytest.raises(InputError, match=r"was not submitted \(no reason given\); change it with launcher\.KEY"):
+        submit([job(tmp_path / "runs", setup=["true"])])
+    programs(sbatch=f"printf '%*s' {2 * REASON_CHARACTERS} | tr ' ' x >&2; exit 1")
+    with pytest.raises(InputError, match=rf"was not submitted \(x{{{REASON_CHARACTERS}}}\);"):
+        submit([job(tmp_path / "runs", setup=["true"])])
+
+
+def test_a_submission_has_the_config_files_of_its_line_and_leaves_its_folder_to_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = RunDir.at(tmp_path / "run")
+    run.overrides.write_text("[]\n")
+    values = {**composed("device=cpu", "name=mine"), "resume": None, "output_root": "~/runs"}
+    configs = ConfigFiles(name="other", folder="/conf", searchpath=("hydra.searchpath=[/more]",))
+    called = Invocation(overrides=(), sweep=False, folder=None, hydra="", configs=configs)
+    resume = Resume(
+        *(),
+        invocation=called,
+        overrides=(),
+        composed=values,
+        values=values,
+        run=None,
+        folder=run.path,
+        may_fetch=True,
+    )
+    with closing(Lock()) as lock, closing(Lock()) as of_job:
+        waiting = submission(resume, Slurm(), lock)
+        of_job.take(run.lock)
+    assert (waiting.name, waiting.root, waiting.folder, waiting.resumes) == (
+        "mine",
+        tmp_path / "runs",
+        run.path,
+        False,
+    )
+    words = waiting.words(run.path)
+    assert words[2:] == [*configs.words, f"hydra.run.dir={run.path}"]
+    strangers = replace(resume, own={})
+    with pytest.raises(InputError, match=r"^output_root is '~/runs' in a config file or in the run folder"):
+        submission(strangers, Slurm(), Lock())
+
+
+def test_a_signal_before_the_command_has_begun_ends_it(task: Callable[..., SlurmTask]) -> None:
+    early = task("exec sleep 60")
+    early.must_stop = True
+    assert early.run() == -signal.SIGTERM
+
+
+def test_a_command_of_a_task_hears_no_signal_of_slurms_and_its_errors_are_in_its_log(
+    task: Callable[..., SlurmTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    shown = 'echo "${HYDRA_FULL_ERROR:-none} ${SLURM_LOCALID:-none}" >&2'
+    assert task(f"kill -USR2 $$; {shown}; kill -TERM $$").run() == -signal.SIGTERM
+    assert (tmp_path / "run" / "logs" / "slurm-17-0.log").read_text() == "none none\n"
+    handled = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGHUP)}
+    assert [handler.__name__ for handler in handled.values()] == ["save", "stop"]  # type: ignore[union-attr]
+    assert callable(signal.getsignal(signal.SIGTERM)), "its handler does nothing"

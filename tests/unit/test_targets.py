@@ -25,7 +25,15 @@ from lockstep.data.datasets import packed
 from lockstep.data.datasets.arrays import check_labels
 from lockstep.data.datasets.files import LISTINGS
 from lockstep.data.datasets.tables import CSV, HF
-from lockstep.data.datasets.targets import class_notes, lists_note, split_text
+from lockstep.data.datasets.targets import (
+    SEPARATOR,
+    as_numbers,
+    class_notes,
+    lists_note,
+    names_of,
+    split_text,
+    target_of,
+)
 from lockstep.data.datasets.webdataset import WebDataset
 from lockstep.data.transforms.mixing import Mix
 from lockstep.diagnostics import prove
@@ -144,6 +152,7 @@ NAMES = ['röt "x"', "синий", "it's, ok", "a\\b"]
 def test_names_in_lists_are_those_that_python_and_json_wrote() -> None:
     assert split_text(json.dumps(NAMES), ";") == split_text(json.dumps(NAMES, ensure_ascii=False), ";") == NAMES
     assert split_text(str(NAMES[:3]), ";") == NAMES[:3]
+    assert split_text(str(["it's \0"]), ";") == [r"it's \x00"], "an escape that JSON has not"
     for separator in ";, ":
         assert split_text(f"['a{separator}b', 'c']", separator) == [f"a{separator}b", "c"]
     assert [split_text(empty, ";") for empty in ("[]", "()", "{}", "set()", "")] == [[]] * 5
@@ -183,6 +192,12 @@ def test_few_cells_with_a_semicolon_or_a_bar_are_lists_also_without_repeated_nam
     (note,) = lists_note(names, "classes", ";")
     assert "names of the 3 classes, such as " in note
     assert note.endswith("use task=multilabel" + " \"dataset.label_separator='|'\"" * (between == "|"))
+
+
+def test_lists_that_python_wrote_need_no_separator() -> None:
+    for separator in ";|,":
+        (note,) = lists_note(["['cat', 'pet']", "['dog', 'pet']", "['cow']"], "classes", separator)
+        assert note.endswith("use task=multilabel")
 
 
 def test_values_of_columns_are_their_numbers(tmp_path: Path) -> None:
@@ -452,3 +467,106 @@ def test_five_classes_without_images_are_named_and_eight_images_are_no_few() -> 
         assert notes == [f"{few}: {shown}"]
     (note,) = class_notes(["a", "b"], {"val": torch.arange(7) % 2})
     assert note == "the evaluation split has 7 images, so a score says little; more to evaluate say more"
+
+
+@pytest.mark.parametrize(
+    ("value", "targets", "expected"),
+    [
+        *((value, "values", value) for value in ([1.0, 2.0], [])),
+        *((value, "values", [value]) for value in (1.5, "1.5", None)),
+        (["a", 1], "labels", ["<a>", "<1>"]),
+        ([1.0, 0], "labels", [1.0, 0]),
+        ([0, True], "labels", [0, True]),
+        *((value, "labels", "an error") for value in ([-1], [0, -1], "a", None, [None], [[1.0]], 0)),
+        *((value, "classes", f"<{value}>") for value in ("a", 0, 7, True, "")),
+        *((value, "classes", "an error") for value in (None, 0.0, [1], {}, {"a": 1}, -1)),
+    ],
+    ids=repr,
+)
+def test_a_stored_value_is_a_name_a_list_or_a_number_as_the_targets_are(
+    value: Any, targets: str, expected: Any
+) -> None:
+    if expected != "an error":
+        assert target_of(value, targets, "row 3", "<{}>".format) == expected
+        return
+    with pytest.raises(InputError, match="dataset: row 3 has the label") as caught:
+        target_of(value, targets, "row 3", "<{}>".format)
+    if targets == "classes":
+        hint = ", or use task=multilabel or task=regression"
+        assert str(caught.value).endswith(hint) == isinstance(value, float | list)
+        assert target_of("x", targets, "row 3") == "x"
+
+
+@pytest.mark.parametrize(
+    ("cell", "binary", "number"),
+    [
+        *((cell, True, 1.0) for cell in (1, "1", " TRUE ", "true", True, 1.0)),
+        *((cell, True, 0.0) for cell in (0, "False", "0.0", False)),
+        *((cell, True, None) for cell in ("0.5", 2, "yes", "", None, -1)),
+        *((cell, False, float(cell)) for cell in (" 2.5 ", "-3e38", "3e38", 0.5, "1")),
+        *((cell, False, None) for cell in ("true", "3.1e38", "-3.1e38", "nan", "inf", None, "")),
+    ],
+    ids=repr,
+)
+def test_a_number_is_finite_and_of_a_label_0_or_1(cell: Any, binary: bool, number: float | None) -> None:
+    names = ("x", "y")
+    if number is not None:
+        table = as_numbers([[0, cell], [cell, 1]], names, "row {}".format, binary=binary)
+        assert table.dtype == torch.float32
+        torch.testing.assert_close(table, torch.tensor([[0, number], [number, 1]]))
+        return
+    expected = "0 or 1 (also true or false) for each label" if binary else "a finite number"
+    with pytest.raises(
+        InputError, match=rf"dataset: row 1 has .* for 'y', expected {re.escape(expected)}; correct it"
+    ):
+        as_numbers([[0, 1], [0, cell]], names, "row {}".format, binary=binary)
+    for row, has in (([1], "1 number"), ([1, 0, 1], "3 numbers"), ([], "0 numbers")):
+        with pytest.raises(
+            InputError, match=f"dataset: row 1 has {has}, expected 2, as the first example to train on"
+        ):
+            as_numbers([[0, 1], row], names, "row {}".format, binary=binary)
+
+
+def test_values_and_labels_without_names_are_called_as_their_column() -> None:
+    place = "row {}".format
+    for targets, examples in (("values", [[1.0]] * 2), ("labels", [[1.0]] * 2), ("values", []), ("values", [[]])):
+        assert names_of(examples, targets, place, "size") == ("size",)
+    for targets in ("values", "labels"):
+        assert names_of([[1.0, 0.0, 1.0]], targets, place, "size") == ("size_0", "size_1", "size_2")
+    assert names_of([["b", "a"], [], ["c"]], "labels", place, "size") == ("a", "b", "c")
+    assert names_of([["1"], ["0", "1"], []], "labels", place, "x") == ("0", "1"), "labels by their numbers"
+    assert names_of([["0"], ["1"]], "labels", place, "x") == ("0", "1"), "one label each"
+    assert names_of([["0"], ["5"]], "labels", place, "x", gaps=False) == ("0", "5")
+    assert names_of(["0", "5"], "classes", place, "x") == ("0", "5")
+    with pytest.raises(InputError, match="row 1 has the label '5', but numbered classes are whole numbers from 0"):
+        names_of(["0", "5"], "classes", place, "x", gaps=False)
+    with pytest.raises(InputError, match="row 1 has the label '-1', but numbered classes"):
+        names_of([["0", "0"], ["-1"], ["2"]], "labels", place, "x")
+    with pytest.raises(
+        InputError, match="row 0 has the labels 1, 0, expected each class once; for a 0 or 1 for each"
+    ):
+        names_of([["1", "0"], ["0", "1"]], "labels", place, "x")
+
+
+@pytest.mark.parametrize(("images", "says"), [(1, "1 image,"), (7, "7 images,"), (8, None)])
+def test_few_images_to_evaluate_are_said_of_the_evaluation_split_alone(images: int, says: str | None) -> None:
+    labels = torch.arange(images) % 2
+    for split in ("train", "val", "test"):
+        notes = [note for note in class_notes(["a", "b"], {split: labels}) if "so a score says little" in note]
+        assert bool(notes) == (split == "val" and says is not None)
+        assert all(note.startswith(f"the evaluation split has {says} so a score") for note in notes)
+    (missing,) = class_notes(["a", "b", "c"], {"test": torch.tensor([0, 1])})
+    assert missing == "1 of 3 classes have no image in the test split, so no score tells anything about them: c"
+    assert class_notes(["a"], {"val": torch.zeros(9, dtype=torch.int64)}) == [
+        "all images are of one class, a, so there is nothing to learn"
+    ]
+    assert class_notes(["a"], {"val": torch.ones(9, 1)}, "labels") == []
+    same = {"train": torch.tensor([[1.0, 2.0], [1.0, 3.0]]), "val": torch.tensor([[1.0, 2.0]] * 9)}
+    assert class_notes(["x", "y"], same, "values") == [
+        "x is the same for all images to train on, so there is nothing to learn"
+    ]
+
+
+def test_a_separator_is_one_to_ten_characters_in_one_line() -> None:
+    for fits, texts in ((True, (";", " ", "x" * 10)), (False, ("", "x" * 11, "\n", "a\nb", None, 1))):
+        assert [SEPARATOR.fits(text) for text in texts] == [fits] * len(texts)

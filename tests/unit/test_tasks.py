@@ -208,6 +208,9 @@ def test_a_probability_of_a_half_is_no_label_in_the_scores_and_in_the_prediction
     scored = scores_of(1, chosen, outputs, labels, "sigmoid", "labels", monkeypatch)
     assert scored == {"recall/0": 0.0, "recall/1": 1.0, "subset": 0.0}
     assert Multilabel().predict(outputs).tolist() == [[False, True], [False, False]]
+    outputs, labels = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.tensor([[1.0, 1.0], [0.5, 0.0]])
+    scored = scores_of(1, chosen, outputs, labels, "sigmoid", "labels", monkeypatch)
+    assert scored == {"recall/0": 1.0, "recall/1": 1.0, "subset": 1.0}, "half a label is none either"
 
 
 @pytest.mark.parametrize("classes", [2, 4, 5, 6, 9])

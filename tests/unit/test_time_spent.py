@@ -19,19 +19,6 @@ from lockstep.telemetry.time_spent import JUDGED_STEPS, LEAST_TIMED, Stragglers,
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets seconds pass on a clock that stands still otherwise."""
-    now = 100.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-
-    def let_pass(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    return let_pass
-
-
 def step(times: TimeSpent, passes: Callable[[float], None], *, micro_batches: int, reduction: float) -> None:
     """A timed step: a second of each forward, two of each backward, and three of the optimizer."""
 
@@ -74,8 +61,12 @@ def shown(shares: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("reduces", [True, False])
 def test_a_timed_step_is_split_into_parts(passes: Callable[[float], None], micro_batches: int, reduces: bool) -> None:
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=reduces, period=1)
+    times.parameters[1].requires_grad_(False)
     for _ in range(LEAST_TIMED):
         step(times, passes, micro_batches=micro_batches, reduction=4 * reduces)
+        assert not times.timing
+        passes(5)
+        times.reduced()  # of a step that is not timed
     expected = {"forward": micro_batches, "backward": 2 * micro_batches, "optimizer": 3}
     if reduces:
         expected["communication"] = 4
@@ -96,6 +87,7 @@ def test_the_wait_for_the_slowest_rank_is_taken_from_the_communication(passes: C
 
 def test_waits_and_interruptions_are_timed_as_they_are(passes: Callable[[float], None]) -> None:
     times = TimeSpent(None, CPU, reduces=False, period=20)
+    assert not any(times.shares(0.0).values()), "there is no time yet"
 
     def groups() -> Iterator[int]:
         for number in range(3):
@@ -110,6 +102,7 @@ def test_waits_and_interruptions_are_timed_as_they_are(passes: Callable[[float],
         passes(1)  # a step
         with times.clock.pause("evaluation"):
             passes(2)
+            assert times.clock.so_far().busy == pytest.approx(before.busy + 4), "up to the pause"
         requested, before = time.perf_counter(), times.clock.so_far()
     expected = {"data": 2 / 6, "augmentation": 1 / 6, "step": 1 / 6, "evaluation": 2 / 6}
     assert shown(times.shares(0.0)) == pytest.approx(expected)
@@ -234,14 +227,39 @@ def test_a_rank_waits_for_the_slowest_one(rank: int, share: float) -> None:
     assert stragglers.waited_share == pytest.approx(share)
 
 
-def test_a_step_is_timed_from_its_request_to_the_end_of_its_forward_pass() -> None:
-    stragglers = Stragglers(replace(World.solo(), size=2))
-    time.sleep(0.01)
+def test_a_step_is_timed_from_its_request_to_the_end_of_its_forward_pass(passes: Callable[[float], None]) -> None:
+    stragglers = Stragglers(replace(World.solo(), size=2, rank=1))
+    passes(3)
+    stragglers.forward_done()
+    passes(1)
+    assert stragglers.next_step() == time.perf_counter()
+    passes(1)
     stragglers.forward_done()
     stragglers.next_step()
-    ((step_s, busy),) = stragglers.history
-    assert step_s >= busy >= 0.01
-    stragglers.forward_done()
-    stragglers.next_step()
-    assert stragglers.history[1][1] < busy, "the next step has a time of its own"
+    assert [*stragglers.history] == [(4.0, 3.0), (1.0, 1.0)], "the next step has a time of its own"
     assert stragglers.find() == ""
+
+
+@pytest.mark.parametrize(("steps", "judged"), [(JUDGED_STEPS - 1, 0), (JUDGED_STEPS, 1), (JUDGED_STEPS + 3, 1)])
+def test_the_last_ten_steps_of_each_rank_are_judged(
+    steps: int, judged: int, passes: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "sum", lambda self, tensor: tensor)
+    world = replace(World.solo(), size=3, rank=1)
+    times: list[torch.Tensor] = []
+    for comparable in (False, True):
+        stragglers = Stragglers(world, comparable=comparable)
+        stragglers.judge = lambda of_ranks: times.append(of_ranks) or "named"  # type: ignore[method-assign]
+        for step in range(steps):
+            passes(step)
+            stragglers.forward_done()
+            passes(1)
+            stragglers.next_step()
+        assert stragglers.find() == "named" * (judged * comparable)
+    assert len(times) == judged
+    for of_ranks in times:
+        expected = torch.zeros(3, JUDGED_STEPS, 2, dtype=torch.float64)
+        expected[1] = torch.tensor([(step + 1, step) for step in range(steps)])[-JUDGED_STEPS:]
+        assert torch.equal(of_ranks, expected)
+    assert Stragglers(World.solo()).comparable is False
+    assert Stragglers(World.solo()).waited_share == 0

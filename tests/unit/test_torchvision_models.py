@@ -1,6 +1,7 @@
 """torchvision's classifiers by name: its networks, its weights, and what does not fit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,9 @@ def test_all_weights_were_evaluated_on_a_part_of_a_stored_image() -> None:
     options = {name: Torchvision(name=name.partition(".")[2]) for name in tagged}
     assert all(option.name == f"{option.architecture}.{option._weights.name}" for option in options.values())
     for option in options.values():
-        assert option.trained_input().interpolation == option._weights.transforms().interpolation.value
+        trained, usual = option.trained_input(), option._weights.transforms()
+        assert trained.interpolation == usual.interpolation.value
+        assert (trained.mean, trained.std) == (tuple(usual.mean), tuple(usual.std))
     crops = {name: option.trained_input().eval_crop for name, option in options.items()}
     assert len(crops) > 100
     assert {name: crop for name, crop in crops.items() if not 0.8 < crop <= 1} == {}
@@ -120,3 +123,55 @@ def test_a_run_trains_one_and_names_it(tmp_path: Path) -> None:
     words = (*FAKE, "dataset.channels=3", "dataset.size=32", "model=torchvision.resnet18", "steps=1", *SMALL)
     assert named(resolved(*words).model) == "torchvision.resnet18"
     train_here(tmp_path / "run", *words)
+
+
+@pytest.mark.parametrize("name", ["weights", "progress", "num_classes"])
+def test_an_argument_that_another_key_chooses_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=rf"^model\.options\.{name} is chosen by other keys; remove it$"):
+        Torchvision(name="resnet18", options={name: 1, "zero_init_residual": True}).check()
+
+
+def test_options_of_the_user_reach_the_network_but_for_second_heads() -> None:
+    assert sketch(Torchvision(name="vit_b_16"), 2, (3, 64, 64)).image_size == 64
+    changed = Torchvision(name="vit_b_16", options={"image_size": 96})
+    assert sketch(changed, 2, (3, 64, 64)).image_size == 96
+    assert [Torchvision(name="vit_b_16").has_usual_size, changed.has_usual_size] == [True, False]
+    for options in ({}, {"aux_logits": True}):
+        assert sketch(Torchvision(name="inception_v3", options=options), 2, (3, 299, 299)).AuxLogits is None
+        assert sketch(Torchvision(name="googlenet", options=options), 2, (3, 224, 224)).aux1 is None
+    for name in ("resnet18", "regnet_y_400mf"):
+        model = sketch(Torchvision(name=name), 2, (3, 224, 224))
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    for channels in (1, 2, 4):
+        with pytest.raises(InputError, match=f"takes images of 3 channels, and the data set has {channels}"):
+            sketch(Torchvision(name="resnet18"), 2, (channels, 224, 224))
+
+
+def test_weights_are_fetched_once_with_their_hash_and_without_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(weights: object, **options: Any) -> None:
+        fetched.append(options)
+        if far[0]:
+            raise RuntimeError("invalid hash value\nof a file")
+
+    fetched, far = list[dict[str, Any]](), [""]
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(models.ResNet18_Weights, "get_state_dict", fetch)
+    monkeypatch.setattr("lockstep.models.of_torchvision.unreachable", lambda url: far[0] if far[0] == "far" else "")
+    option = Torchvision(name="resnet18", pretrained=True)
+    Torchvision(name="resnet18").prepare()
+    assert (fetched, option.missing_weights(), option.has_published()) == ([], "", True)
+    option.prepare()
+    assert fetched == [{"progress": False, "check_hash": True, "weights_only": True}]
+    folder, url = tmp_path / "hub" / "checkpoints", models.ResNet18_Weights.DEFAULT.url
+    for far[0], reason in (("broken", "invalid hash value"), ("far", "far")):
+        with pytest.raises(InputError) as caught:
+            option.prepare()
+        begin = f"model.pretrained: the weights of torchvision.resnet18 cannot be fetched ({reason}); put {url} into"
+        assert str(caught.value) == f"{begin} {folder}, or use model.pretrained=false"
+    assert option.missing_weights() == "the weights of torchvision.resnet18 cannot be fetched (far)"
+    folder.mkdir(parents=True)
+    (folder / url.rpartition("/")[2]).touch()
+    option.prepare()
+    assert (len(fetched), option.missing_weights()) == (2, "")

@@ -394,10 +394,13 @@ class Ordered(Silent):
         self.events.append("wait")
 
 
-def test_a_stop_saves_what_was_counted_and_leaves_when_all_of_it_is_written() -> None:
+def test_a_stop_saves_what_was_counted_and_leaves_with_all_ranks_when_all_of_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = trainer_of(network(), World.solo(), every=dict.fromkeys(RARELY, 9), stop=StopAfter(2))
-    trainer.telemetry = trainer.checkpointer = Ordered()  # type: ignore[assignment]
-    order = [("save", "the counts of this step"), "wait"]
+    trainer.telemetry = trainer.checkpointer = ordered = Ordered()  # type: ignore[assignment]
+    monkeypatch.setattr(World, "barrier", lambda world: ordered.events.append("barrier"))
+    order = [("save", "the counts of this step"), "wait", "barrier"]
     assert fitted(trainer) == (order, 2, "stopped at step 2 of 4 and saved")
 
 

@@ -1,9 +1,11 @@
 """Trained models of several labels and of values in use: evaluation, prediction and pictures."""
 
+import asyncio
 import csv
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets import CSV
 from lockstep.diagnostics.show import caption
+from lockstep.inference import demo
 from lockstep.inference.demo import DemoServer
 from lockstep.inference.evaluate import check_data, evaluate
 from lockstep.inference.predict import predict
+from lockstep.runtime.local_server import Refused
 
 JOB = (*FAKE, "augment=none", "dataset.classes=3", "dataset.examples=120", "model=linear", "batch=8", "epochs=3")
 
@@ -65,7 +69,9 @@ def test_an_evaluation_has_the_scores_of_the_training_and_of_scikit_learn(
         for metric in row.keys() - {"name", "images"}:
             right = by_output[metric](true[:, number], predicted[:, number])
             assert row[metric] == pytest.approx(right, rel=1e-4, abs=1e-5), metric
-    assert "30 images of the evaluation split of Fake" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "30 images of the evaluation split of Fake" in shown
+    assert "warning" not in shown
 
 
 def test_a_prediction_of_labels_has_those_above_the_threshold(
@@ -238,3 +244,25 @@ def test_the_page_of_a_model_gets_all_labels_that_are_predicted(tmp_path: Path) 
         answer = server.predicted(photo.getvalue())
         assert (answer["predicted"], len(answer["classes"])) == (number, max(5, number))
     server.socket.close()
+
+
+def test_a_photo_comes_in_pieces_and_is_too_long_by_its_header_or_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "LARGEST", 10)
+
+    def sent(length: int | None, *pieces: bytes) -> bytes:
+        messages = iter([{"body": piece, "more_body": piece is not pieces[-1]} for piece in pieces])
+
+        async def receive() -> dict[str, Any]:
+            return next(messages)
+
+        headers = {"origin": "http://here"} | ({} if length is None else {"content-length": str(length)})
+        page: Any = SimpleNamespace(hosts={"here"})
+        return asyncio.run(DemoServer._photo(page, headers, receive))
+
+    for length in (None, 10):
+        assert sent(length, b"abcde", b"fghij") == b"abcdefghij"
+    for length, pieces in {11: [b"abc"], None: [b"abcdef", b"ghijk"], 3: [b"abcdef", b"ghijk"]}.items():
+        with pytest.raises(Refused, match="the photo has"):
+            sent(length, *pieces)

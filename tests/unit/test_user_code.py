@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
+import os
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -257,3 +262,194 @@ def test_a_record_of_somebody_else_may_be_anything(package: Path, tmp_path: Path
     assert changes(Run(run_dir.path).code or {}, {"mine": read(package)}) == {}
     earlier: Code = {"files": {"a.py": 1}, "sha256": []}
     assert "a.py (gone)" in changes({"mine": earlier}, {"mine": read(package)})["mine"]
+
+
+SETTINGS = (
+    "color.ui always",
+    "diff.noprefix true",
+    "diff.relative true",
+    "diff.external false",
+    "diff.x.textconv false",
+)
+
+
+def test_no_setting_of_the_users_git_changes_a_diff(package: Path, tmp_path: Path) -> None:
+    written(package, {"model.py": "x = 1\n", "new/net.py": "y = 1\n"})
+    expected = read(package).diff
+    assert b"+++ b/src/mine/model.py\n" in expected
+    assert b"+++ b/src/mine/new/net.py\n" in expected
+    for setting in SETTINGS:
+        git(tmp_path, "config", *setting.split())
+    written(tmp_path, {".git/info/attributes": "*.py diff=x\n"})
+    assert read(package).diff == expected
+    git(tmp_path, "add", "src/mine/model.py")
+    assert read(package).diff == expected, "a change is one before and after it is staged"
+
+
+@pytest.mark.parametrize("name", ["model.py", "a[1]*.py", "é.py"])
+def test_a_module_is_its_own_file_alone_whatever_its_name(name: str, package: Path, tmp_path: Path) -> None:
+    own = written(tmp_path / "src", {name: "x = 1\n", "a1b.py": "y = 1\n"}) / name
+    committed(tmp_path)
+    own.write_text("x = 2\n")
+    written(tmp_path / "src", {"a1b.py": "y = 2\n"})
+    code = read(own)
+    assert [*code.facts["files"]] == [name]
+    assert (b"+x = 2" in code.diff, b"+y = 2" in code.diff) == (True, False)
+    assert code.facts["place"] == "src"
+    whole = changes({"m": code.facts}, {"m": UserCode({**code.facts, "sha256": "other"}, b"")})
+    assert whole == {"m": ""}
+
+
+def test_a_new_module_is_in_the_diff_and_a_folder_that_is_no_package_is_not(package: Path, tmp_path: Path) -> None:
+    own = written(tmp_path, {"train.py": "x = 1\n"}) / "train.py"
+    assert b"+++ b/train.py\n" in read(own).diff
+    assert read(own).facts["git_changes"] is True
+    written(tmp_path, {"a[1].py": "x = 1\n", "a1.py": "secret = 1\n"})
+    assert b"secret" not in read(tmp_path / "a[1].py").diff
+    package.joinpath("notes.txt").touch()
+    assert read(package).facts["git_changes"] is False, "a new file that is no code"
+
+
+def test_a_diff_is_cut_behind_the_most_bytes_and_a_large_file_is_hashed_whole(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(package, {"model.py": "x = 1\n", "table.py": "#" * 2_000_000})
+    written(tmp_path, {os.fsdecode(b"src/mine/\xff.py"): "x"})
+    git(tmp_path, "add", "src")
+    whole = read(package)
+    monkeypatch.setattr(user_code, "DIFF_LIMIT", 10**9)
+    uncut = read(package).diff
+    for limit, is_cut in ((len(uncut), False), (len(uncut) - 1, True)):
+        monkeypatch.setattr(user_code, "DIFF_LIMIT", limit)
+        assert (b"# cut: the diff has" in read(package).diff) == is_cut
+    written(package, {"table.py": "#" * 1_999_999 + "x"})
+    assert read(package).facts["sha256"] != whole.facts["sha256"]
+    (package / "table.py").rename(tmp_path / "elsewhere.py")
+    (package / "table.py").symlink_to(tmp_path / "elsewhere.py")
+    before = read(package).facts["sha256"]
+    (tmp_path / "elsewhere.py").write_text("y = 1\n")
+    assert read(package).facts["sha256"] != before, "a link is read"
+    files = {"a-b.py": "", "a-b/c.py": "", "a/b/c.py": "", "a/d.py": "", "e/f.txt": "", "e/g/h.py": ""}
+    top = written(tmp_path / "top", files)
+    assert [path.relative_to(top).as_posix() for path in user_code.python_files(top)] == ["a/b/c.py", "a/d.py"]
+
+
+def test_the_hash_of_code_has_the_names_of_its_files_and_each_file_a_short_one(package: Path) -> None:
+    before = read(package).facts
+    assert {len(digest) for digest in before["files"].values()} == {12}
+    assert len(before["sha256"]) == 64
+    (package / "model.py").rename(package / "net.py")
+    assert read(package).facts["sha256"] != before["sha256"]
+
+
+def of_program(name: str, source: str, cell: str = "<cell 1>", **scope: Any) -> Any:
+    """What a cell of a notebook defines under a name; its lines are known."""
+    linecache.cache[cell] = (len(source), None, source.splitlines(keepends=True), cell)
+    values: dict[str, Any] = {"__name__": "__main__", **scope}
+    exec(compile(source, cell, "exec"), values)
+    return values[name]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of a notebook."""
+    module: Any = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.setattr(linecache, "cache", {})
+    return module
+
+
+def test_the_code_of_a_notebook_is_that_of_the_cells_that_its_classes_name(main: Any) -> None:
+    main.helper = helper = of_program("helper", "def helper(x):\n    return x\n", "<cell 2>")
+    net = of_program("Net", "class Net:\n    def forward(self, x):\n        return helper(x)\n", helper=helper)
+    idle = of_program("idle", "def idle():\n    pass\n", "<cell 3>")
+    main.idle = idle
+    code = user_code._code_in([net])["__main__"]
+    assert {*code.facts["files"]} == {"Net", "helper"}
+    assert (code.facts["git"], code.facts["git_changes"], code.facts["place"]) == ("unknown", "unknown", "")
+    other = of_program("Net", "class Net:\n    def forward(self, x):\n        return helper(x) + 1\n", helper=helper)
+    changed = user_code._code_in([other])
+    assert changes({"__main__": code.facts}, changed) == {"__main__": "Net"}
+    assert user_code._code_in([helper, net]) == user_code._code_in([net, helper]), "in any order"
+
+
+def test_a_class_without_functions_is_that_of_the_newest_cell_with_its_name(main: Any) -> None:
+    for number, size in enumerate((8, 16), start=1):
+        of_program("Net", f"class Net:\n    size = {size}\n", f"<cell {number}>")
+    linecache.cache["<magic>"] = (5, None, ["%time\n"], "<magic>")
+    linecache.cache[__file__] = (5, None, ["class Net:\n", "    size = 0\n"], __file__)
+    bare = type("Net", (), {"__module__": "__main__"})
+    assert user_code._source_in_cell(bare) == "class Net:\n    size = 16"
+    function = of_program("size", "def size():\n    return 8\n", "<cell 9>")
+    assert user_code._source_in_cell(function) == "def size():\n    return 8"
+    assert user_code._source_in_cell(type("Unknown", (), {"__module__": "__main__"})) == ""
+
+
+def test_a_function_is_that_of_its_own_cell_with_the_names_of_its_own_program(main: Any) -> None:
+    helper = of_program("helper", "def helper():\n    return 1\n", "<cell 1>")
+    first = of_program("size", "def size():\n    return helper()\n", "<cell 2>", helper=helper)
+    of_program("size", "def size():\n    return 16\n", "<cell 3>")
+    assert user_code._source_in_cell(first) == "def size():\n    return helper()"
+    assert {*user_code._code_in([first])["__main__"].facts["files"]} == {"size", "helper"}
+
+
+def test_code_is_known_by_its_package_with_that_of_its_bases_and_without_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"based/__init__.py": "", "based/net.py": "class Base:\n    pass\n", "derived.py": "import based.net\n"}
+    written(tmp_path, files)
+    (tmp_path / "derived.py").write_text("import based.net\n\nclass Own(based.net.Base):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("derived").Own
+    try:
+        code = user_code._code_in([own, json.JSONDecoder, pytest.Item])
+        assert {*code} == {"derived", "based"}
+        assert [*code["based"].facts["files"]] == ["__init__.py", "net.py"]
+        assert [*code["derived"].facts["files"]] == ["derived.py"]
+        monkeypatch.setattr(extensions, "active", list)
+        assert {*user_code.code_here(["derived", "based", "json", "lockstep", "not_loaded"])} == {"derived", "based"}
+        monkeypatch.setattr(sys.modules["derived"], "__file__", "/usr/lib/python3/dist-packages/derived.py")
+        assert user_code._place("derived") is None
+        assert {*user_code.code_of({}, [own])} == {"based"}
+        monkeypatch.setattr(extensions, "of_program", lambda: {("model", "own"): own})
+        for target, packages in (("derived.Own", {"based"}), ("derived.Other", set[str]())):
+            assert {*user_code.code_of({"model": {"_target_": target}})} == packages
+    finally:
+        for name in ("derived", "based", "based.net"):
+            del sys.modules[name]
+
+
+def test_the_line_of_an_error_is_the_deepest_of_the_users_file(tmp_path: Path) -> None:
+    theirs = tmp_path / "lockstep" / "caller.py"
+    library, own = tmp_path / "library.py", tmp_path / "own.py"
+    texts = {theirs: "def call(f):\n    f()\n", library: "def fail():\n    raise ValueError('odd')\n"}
+    texts[own] = "def inner():\n    fail()\ndef outer():\n    inner()\n"
+    scope: dict[str, Any] = {}
+    for path, text in texts.items():
+        exec(compile(text, str(path), "exec"), scope)
+    with pytest.raises(ValueError, match="odd") as caught:
+        scope["call"](scope["outer"])
+    callers = (Path(__file__).parent, theirs.parent)
+    frame = user_code.frame_of(caught.value, *callers)
+    assert frame is not None
+    assert (frame.filename, frame.lineno) == (str(own), 2)
+    assert user_code.frame_of(caught.value, Path("/")) is None
+
+
+def test_packages_are_compared_in_their_order_and_new_ones_are_no_change() -> None:
+    before: dict[str, Code] = {name: {"sha256": "a", "files": {"x.py": "1"}} for name in ("b", "a", "gone")}
+    now = {name: UserCode({"sha256": "b", "files": {"x.py": "2"}}, b"") for name in ("new", "b", "a")}
+    assert [*changes(before, now).items()] == [("a", "x.py"), ("b", "x.py")]
+    for files in ({}, {"x.py": "2"}):
+        large = {"a": UserCode({"sha256": "b", "files": files}, b"")}
+        assert changes({"a": {"sha256": "a", "files": {"x.py": "2"} if not files else {}}}, large) == {
+            "a": "its files"
+        }
+
+
+def test_code_that_was_recorded_is_not_recorded_again(package: Path, tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path / "run")
+    written(package, {"model.py": "x = 1\n"})
+    for step in (0, 4):
+        started(run_dir, package, step)
+    assert run_dir.code_diff.read_text().count("# mine after step") == 1

@@ -131,15 +131,19 @@ def test_cores_that_other_programs_use_are_not_idle(idle: float, override: str |
 
 
 def test_the_ranks_of_a_machine_share_its_cores() -> None:
-    world = World(rank=0, local_rank=0, size=8, local_size=4, device=torch.device("cpu"))
+    world = World(rank=0, local_rank=0, size=40, local_size=4, device=torch.device("cpu"))
     shares = {"data": 0.5, "forward": 0.5}
     facts = evidence(job=of_photos(), world=world, shares=shares, hardware={"cpu_cores": 7.6})
-    assert "lockstep pack" in verdict.verdict(facts).sentence, "a rank has 2 cores, and 0.1 of them are idle"
+    assert "lockstep pack" in verdict.verdict(facts).sentence
+    assert verdict.verdict(facts).evidence.endswith(" 0.1 of 2 cores of a rank idle")
     facts = evidence(world=world, shares={"data": 0.9, "forward": 0.1})
     assert verdict.verdict(facts).override == "loader.workers=8", "four for each of its cores"
     (more_threads,) = findings(evidence(world=replace(world, local_size=8), shares={"forward": 1.0}))
     shown = (more_threads.sentence, more_threads.override)
     assert shown == ("2 threads of a rank share 1 core", "launcher.threads=1")
+    of_four = replace(job(), launcher=replace(job().launcher, threads=4))  # type: ignore[type-var]
+    (more_threads,) = findings(evidence(job=of_four, world=world, shares={"forward": 1.0}))
+    assert more_threads.override == "launcher.threads=2"
 
 
 @pytest.mark.parametrize("part", ["evaluation", "checkpoint"])
@@ -256,6 +260,14 @@ def test_the_settings_to_try_are_one_change_of_the_present_one(monkeypatch: pyte
     assert "model.channels_last=true" not in settings_to_try(half, World.solo(), nn.Linear(1, 1), cores=1)
 
 
+@pytest.mark.parametrize(("local_size", "threads"), [(1, {1, 8}), (2, {1, 4}), (4, {1, 2}), (16, {1})])
+def test_the_ranks_of_a_machine_share_its_cores_in_the_settings_to_try(local_size: int, threads: set[int]) -> None:
+    world = World(rank=0, local_rank=0, size=16, local_size=local_size, device=torch.device("cpu"))
+    of_two = replace(job(), launcher=replace(job().launcher, threads=3))  # type: ignore[type-var]
+    words = settings_to_try(of_two, world, nn.Linear(1, 1), cores=8)
+    assert {word for word in words if "threads" in word} == {f"launcher.threads={number}" for number in threads}
+
+
 def test_trials_leave_everything_as_it_was() -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     small = replace(job(), batch=4, model=Linear())
@@ -292,8 +304,8 @@ def test_a_gain_is_clear_where_it_is_larger_than_the_spread_of_its_turns(
 
 
 def test_a_gain_is_of_images_and_not_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([1.0, 1.0, 1.0, *[1.0, 1.5] * 5])
-    monkeypatch.setattr(dry_run, "timed", lambda step, device: next(seconds))
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, examples: examples)
+    monkeypatch.setattr(dry_run, "timed", lambda step, device: {PLAN.batch: 1.0, 2 * PLAN.batch: 1.5}[step])
     double = replace(job(), batch=2 * PLAN.batch)
     assert tried(job(), {"double": double}, World.solo(), seconds=1000)["double"].factor == pytest.approx(2 / 1.5)
 
@@ -337,3 +349,164 @@ def test_as_many_threads_as_cores_and_sixteen_images_of_a_rank_are_enough() -> N
         facts = evidence(job=alone, world=of_two, model=nn.BatchNorm2d(1))
         items = {item.item: item.state for item in checklist(facts)}
         assert items["synchronised batch norm"] == state, batch
+
+
+def advice(**facts: Any) -> list[tuple[str | None, float | None]]:
+    return [(finding.override, finding.gain) for finding in findings(evidence(**facts))]
+
+
+@pytest.mark.parametrize("part", ["data", "evaluation", "checkpoint", "slowest_rank", "optimizer", "communication"])
+def test_a_part_is_considered_from_a_twentieth_of_the_time_on(part: str) -> None:
+    for share, shown in ((0.05, True), (0.049, False)):
+        shares = {part: share, "forward": 1 - share}
+        assert bool(advice(shares=shares, spread={})) == shown
+
+
+@pytest.mark.parametrize("steps", [49, 50])
+def test_the_data_are_judged_from_fifty_steps_on(steps: int) -> None:
+    assert len(advice(steps=steps, shares={"data": 0.5, "forward": 0.5}, spread={})) == (steps == 50)
+
+
+def test_the_time_that_more_workers_save_is_what_they_can_read() -> None:
+    """Eight threads of two cores each read as fast as before; they cannot hide nine tenths of the time."""
+    reader = replace(job(), loader=Streaming(workers=6))
+    shares = {"data": 0.9, "forward": 0.1}
+    assert advice(job=reader, cores=2, shares=shares) == [("loader.workers=48", pytest.approx(1 / (6 / 48)))]
+    none = replace(job(), loader=Streaming(workers=0))
+    assert advice(job=none, shares={"data": 0.1, "forward": 0.9}) == [("loader.workers=3", pytest.approx(1 / 0.9))]
+    one_core = replace(job(), launcher=replace(job().launcher, threads=1))  # type: ignore[type-var]
+    few = advice(job=one_core, cores=1, hardware={"cpu_cores": 0.25}, shares=shares)
+    assert few == [("loader.workers=4", pytest.approx(1 / 0.25))]
+
+
+def test_cores_of_which_nothing_is_known_are_not_idle() -> None:
+    (finding,) = findings(evidence(hardware={}, shares={"data": 0.5, "forward": 0.5}))
+    assert (finding.override, finding.gain) == (None, 2.0)
+    assert finding.evidence == "1 workers, 0.0 of 8 cores of a rank idle"
+    over = findings(evidence(hardware={"cpu_cores": 9.0}, shares={"data": 0.5, "forward": 0.5}))
+    assert next(over).evidence.startswith("1 workers, 0.0 of 8")
+
+
+@pytest.mark.parametrize(("every", "override"), [(16, "2ep"), (20, "40"), (24, "3ep"), (4, "8")])
+def test_a_longer_interval_is_given_in_epochs_where_it_is_whole_ones(every: int, override: str) -> None:
+    plan = replace(PLAN, eval_every=every)
+    shares = {"evaluation": 0.5, "forward": 0.5}
+    assert advice(plan=plan, shares=shares) == [(f"train.eval_every={override}", pytest.approx(1 / 0.75))]
+
+
+def test_a_change_without_a_known_gain_may_help() -> None:
+    known = verdict.Advice(sentence="it waits", evidence="", override="a=1")
+    assert str(known) == "it waits; a=1 may help"
+    assert str(replace(known, another_run=True)) == "it waits; a=1, which makes it another run, may help"
+    assert str(replace(known, gain=2.0)) == "it waits; a=1 should make the run 2.0x as fast"
+    assert str(replace(known, override=None, gain=2.0)) == "it waits"
+
+
+@pytest.mark.parametrize(("steps", "words"), [(1, "1 step is too few, 50 are"), (49, "49 steps are too few, 50 are")])
+def test_a_run_of_too_few_steps_says_how_many_it_had(steps: int, words: str) -> None:
+    ruling = verdict.verdict(evidence(steps=steps, spread={"forward": 0.125}))
+    assert str(ruling).endswith(f"{words} enough")
+    assert ruling.evidence == "the shares of a step are exact to 12 %"
+    assert verdict.verdict(evidence(steps=steps, spread={})).evidence == ""
+
+
+@pytest.mark.parametrize(("spread", "measured"), [(0.1, True), (2 / 11, False), (5.0, False)])
+def test_shares_that_are_too_uncertain_say_nothing(spread: float, measured: bool) -> None:
+    """A share of 2/11 would be worth a change: 1 / (1 - 1/11) is 1.1."""
+    ruling = verdict.verdict(evidence(spread={"forward": spread}))
+    assert str(ruling).startswith("nothing stands out" if measured else "nothing could be measured: the timed steps")
+    assert verdict.verdict(evidence(shares={}, spread={})).evidence == "the largest part is step with 0 %"
+    assert verdict.verdict(evidence()).evidence == "the largest part is backward with 50 %"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "mfu", "shares", "override"),
+    [
+        ({"gpu_util": 90.0}, 19.9, {"forward": 1.0}, "model.compile=true"),
+        ({"gpu_util": 90.0}, 20.0, {"forward": 1.0}, None),
+        ({"gpu_util": 89.9}, 19.9, {"forward": 1.0}, "train.cuda_graph=true"),
+        ({"gpu_util": 40.0}, 0.0, {"forward": 0.91, "augmentation": 0.09}, "train.cuda_graph=true"),
+        ({"gpu_util": 40.0}, 0.0, {"forward": 0.89, "augmentation": 0.11}, None),
+    ],
+)
+def test_what_keeps_a_gpu_busy_is_told_at_its_borders(
+    hardware: dict[str, float], mfu: float, shares: dict[str, float], override: str | None
+) -> None:
+    world = World.solo("cuda:0")
+    assert [name for name, _ in advice(world=world, hardware=hardware, mfu=mfu, shares=shares)] == [override] * bool(
+        override
+    )
+    compiled = replace(job(), model=replace(job().model, compile=True))
+    captured = replace(compiled, train=replace(job().train, cuda_graph=True))
+    again = advice(job=captured, world=world, hardware=hardware, mfu=mfu, shares=shares)
+    assert again == [(None, None)] * bool(override), "it is done already"
+
+
+def test_the_checklist_says_of_each_point_whether_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def states(**facts: Any) -> dict[str, tuple[str, str | None]]:
+        return {item.item: (item.state, item.override) for item in checklist(evidence(**facts))}
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: False)
+    assert states()["mixed precision"] == ("not applicable", None)
+    assert states(world=World.solo("cuda:0"))["mixed precision"] == ("worth trying", "precision=bf16")
+    monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: True)
+    assert states()["mixed precision"] == ("worth trying", "precision=bf16")
+    for precision, state in (("fp16", "done"), ("bf16", "done"), ("tf32", "worth trying")):
+        narrow = replace(job(), precision=built(f"precision={precision}").precision)
+        assert states(job=narrow)["mixed precision"][0] == state, precision
+    fast = replace(job().model, compile=True, channels_last=True)
+    tuned = replace(job(), model=fast, train=replace(job().train, cudnn_benchmark=True))
+    on_gpu = states(job=tuned, world=World.solo("cuda:0"))
+    done = ("channels_last", "torch.compile", "cudnn.benchmark")
+    assert {name: on_gpu[name] for name in done} == dict.fromkeys(done, ("done", None))
+    untuned = states(world=World.solo("cuda:0"))["cudnn.benchmark"]
+    assert untuned == ("worth trying", "train.cudnn_benchmark=true")
+    linear = states(world=World.solo("cuda:0"), model=nn.Linear(1, 1))
+    assert (linear["cudnn.benchmark"][0], linear["channels_last"][0]) == ("not applicable",) * 2
+    assert states()["synchronised batch norm"][0] == "not applicable", "the model has none"
+    of_two = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cpu"))
+    small: dict[str, Any] = {"model": nn.BatchNorm2d(1), "job": replace(job(), batch=4)}
+    assert states(**small)["synchronised batch norm"] == ("done", None), "one rank has all images"
+    apart = {**small, "job": replace(small["job"], strategy=DDP(sync_batchnorm=False))}
+    assert states(**apart, world=of_two)["synchronised batch norm"][1] == "strategy.sync_batchnorm=true"
+    assert states(**apart)["synchronised batch norm"][0] == "done"
+    together = {**small, "job": replace(small["job"], strategy=DDP(sync_batchnorm=True))}
+    assert states(**together, world=of_two)["synchronised batch norm"][0] == "done"
+
+
+def test_a_share_of_the_time_is_in_percent_in_the_checklist() -> None:
+    items = {item.item: item.reason for item in checklist(evidence(shares={"data": 0.5, "forward": 0.5}))}
+    assert items["workers and prefetch"] == "1 workers, 50 % of the time waiting"
+
+
+def test_layers_with_four_dimensions_are_convolutions() -> None:
+    for model, has in ((nn.Conv2d(1, 1, 1), True), (nn.Conv1d(1, 1, 1), False), (nn.Conv3d(1, 1, 1), False)):
+        assert verdict.has_convolutions(model) == has
+    without = replace(job(), model=replace(job().model, channels_last=None))
+    assert not verdict.takes_channels_last(without, nn.Conv2d(1, 1, 1)), "a model of an extension has no such key"
+
+
+def test_a_setting_to_try_is_one_that_the_job_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: False)
+    convolution = nn.Conv2d(1, 1, 1)
+    usual = settings_to_try(job(), World.solo(), convolution, cores=2)
+    assert {*usual} == {"model.channels_last=true", "batch=128", "launcher.threads=1"}
+    on_gpu = settings_to_try(job(), World.solo("cuda:0"), convolution, cores=2)
+    assert {*on_gpu} == {"precision=bf16", "model.channels_last=true", "batch=128"}
+    last = replace(job(), model=replace(job().model, channels_last=True))
+    assert "model.channels_last=true" not in settings_to_try(last, World.solo(), convolution, cores=2)
+    pure = replace(job(), precision=built("precision=bf16_pure").precision)
+    assert "precision=fp32" not in settings_to_try(pure, World.solo(), convolution, cores=2), "its weights are bf16"
+    large = replace(job(), batch=len(job().dataset.train()))
+    assert not [word for word in settings_to_try(large, World.solo(), convolution, cores=2) if "batch" in word]
+
+
+@pytest.mark.parametrize(("seconds", "is_tried"), [(11.0, True), (10.9, False)])
+def test_a_setting_is_tried_if_its_turns_fit_into_the_time(
+    seconds: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes a second, so the warm-up and five turns of two steps take eleven."""
+    monkeypatch.setattr(dry_run, "timed", lambda step, device: 1.0)
+    monkeypatch.setattr("lockstep.diagnostics.settings.time.perf_counter", lambda: 0.0)
+    assert bool(tried(job(), {"other": job()}, World.solo(), seconds=seconds)) == is_tried

@@ -30,6 +30,11 @@ def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
     assert torch.equal(filters[12:], -filters[:12])
 
 
+def test_directions_of_no_variance_are_scaled_by_a_finite_number() -> None:
+    filters = whitening_filters(torch.zeros(3, 1, 4, 4))
+    torch.testing.assert_close(filters.flatten(1).norm(dim=1), torch.full((8,), 5e-4**-0.5, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(("side", "sampled"), [(12, 5000), (64, 1250), (4096, 1)])
 def test_the_network_starts_with_the_whitening_of_its_training_images(side: int, sampled: int) -> None:
     images = photographs()

@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launch_env import Place, is_launched, launched_place
 from lockstep.core.world import World
 from lockstep.job.worker import allow_connections, join, own_gpu
+from lockstep.runtime import addresses
 from lockstep.strategy import Single
 from lockstep.training.agreement import StopConsensus
 from thread_ranks import ThreadRanks
@@ -62,19 +64,19 @@ def test_any_is_whether_one_rank_has_set_it(asker: int | None, monkeypatch: pyte
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
-@pytest.mark.parametrize(("hard", "after"), [(4000, 2560), (resource.RLIM_INFINITY, 2560), (2000, None)])
-def test_a_rank_may_connect_to_every_other(monkeypatch: pytest.MonkeyPatch, hard: int, after: int | None) -> None:
-    limits = [(1024, hard)]
+@pytest.mark.parametrize("soft", [1024, 2559, 2560, resource.RLIM_INFINITY])
+@pytest.mark.parametrize("hard", [2559, 2560, 4000, resource.RLIM_INFINITY])
+def test_a_rank_may_connect_to_every_other(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> None:
+    limits = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     allow_connections(256)
-    assert len(limits) == 1
-    if after is None:
-        with pytest.raises(InputError, match=r"opens up to 2560 files .* the system allows 2000; .*ulimit -n 2560"):
+    if soft in (1024, 2559) and hard == 2559:
+        with pytest.raises(InputError, match=r"opens up to 2560 files .* the system allows 2559; .*ulimit -n 2560"):
             allow_connections(1024)
     else:
         allow_connections(1024)
-        assert limits[1:] == [(after, hard)]
+    assert limits[1:] == ([(2560, hard)] if soft in (1024, 2559) and hard != 2559 else [])
 
 
 def test_a_process_is_a_rank_when_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,12 @@ def test_a_process_is_a_rank_when_a_launcher_says_so(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("RANK", "main"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", ""), ("LOCAL_RANK", "-1")]
+    ("name", "text"),
+    [
+        *(("RANK", "main"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "65537"), ("WORLD_SIZE", "")),
+        *(("LOCAL_RANK", ""), ("LOCAL_RANK", "-1"), ("LOCAL_RANK", "2")),
+        *(("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "3")),
+    ],
 )
 def test_an_invalid_rank_or_world_size_is_refused(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
@@ -120,16 +127,19 @@ def test_a_rank_that_sees_one_gpu_has_that(monkeypatch: pytest.MonkeyPatch, visi
 
 
 def join_and_stop(text: str, port: str) -> None:
-    """Join a process group as one of two ranks, and raise `Stopped` in it."""
+    """Join a process group as one of three ranks, the last on another machine, and raise `Stopped` in it."""
     rank = int(text)
-    os.environ.update(RANK=text, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+    machine = addresses.machine()
+    addresses.machine = lambda: "another" if rank == 2 else machine
+    os.environ.update(RANK=text, WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
         with join(device="cpu", backend="gloo", timeout=240, threads=1) as world:
-            assert (world.rank, world.local_rank, world.size) == (rank, rank, 2)
+            assert (world.rank, world.local_rank, world.size) == (rank, rank, 3)
             assert (world.device, torch.get_num_threads()) == (torch.device("cpu"), 1)
-            assert world.sum(torch.tensor([rank + 1])).tolist() == [3]
-            assert set(world.local_peer_pids) == {1 - rank}
+            assert world.sum(torch.tensor([rank + 1])).tolist() == [6]
+            pids = world.gather(os.getpid())
+            assert world.local_peer_pids == ({} if rank == 2 else {1 - rank: pids[1 - rank]})
             raise Stopped("saved")
     except Stopped:
         assert not dist.is_initialized()
@@ -137,7 +147,7 @@ def join_and_stop(text: str, port: str) -> None:
 
 def test_ranks_join_their_group_and_leave_it() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    ranks = [forks().start("test_world:join_and_stop", str(rank), str(store.port)) for rank in range(2)]
+    ranks = [forks().start("test_world:join_and_stop", str(rank), str(store.port)) for rank in range(3)]
     for done in map(result, ranks):
         assert done.code == 0, done.err
 
@@ -158,3 +168,39 @@ def test_values_are_gathered_in_the_order_of_the_ranks(monkeypatch: pytest.Monke
 
     other_ranks = ([0, 1, 2], [], 0)
     assert ThreadRanks(3, monkeypatch).run(gathered) == [([0, 1, 2], [0, 1, 2], 0), other_ranks, other_ranks]
+
+
+def test_main_is_the_first_rank_of_the_job_and_a_lone_one_may_have_a_group() -> None:
+    places = [(rank, local) for rank in range(4) for local in (rank % 2,)]
+    worlds = [
+        World(rank=rank, local_rank=local, size=4, local_size=2, device=torch.device("cpu")) for rank, local in places
+    ]
+    assert [(own.is_main, own.has_group) for own in worlds] == [(True, True), *[(False, True)] * 3]
+    solo = World.solo("meta")
+    assert (solo.device, solo.is_main, solo.has_group) == (torch.device("meta"), True, False)
+    assert replace(solo, control=object()).has_group, "of a launcher, under strategy=ddp"
+    assert (solo.any(True), solo.any(False), solo.gather("a"), solo.gather_to_main("a")) == (
+        True,
+        False,
+        ["a"],
+        ["a"],
+    )
+
+
+def test_small_messages_take_the_group_of_the_host_and_values_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    control, device = object(), torch.device("meta")
+    calls: list[tuple[str, object]] = []
+    for name in ("all_reduce", "broadcast_object_list", "all_gather_object", "send_object_list", "barrier"):
+        monkeypatch.setattr(
+            dist,
+            name,
+            lambda *_, name=name, **options: calls.append((name, options.get("group", options.get("device")))),
+        )
+    other = World(rank=1, local_rank=1, size=2, local_size=2, device=device, control=control)
+    assert other.gather_to_main("a") == []
+    for collective in (other.any, other.broadcast, other.gather):
+        collective(False)
+    other.sum(torch.zeros(1))
+    other.barrier()
+    expected = [("send_object_list", control), ("all_reduce", control), ("broadcast_object_list", device)]
+    assert calls == [*expected, ("all_gather_object", control), ("all_reduce", None), ("barrier", None)]

@@ -48,6 +48,25 @@ def test_a_terminal_without_a_width_has_80_columns(
     assert width() == expected
 
 
+@pytest.mark.parametrize("has", [(0, 1, 2), (1, 2), (2,), ()])
+def test_the_width_is_that_of_the_first_standard_stream_that_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, has: tuple[int, ...]
+) -> None:
+    def size(number: int) -> os.terminal_size:
+        if number not in has:
+            raise OSError("no terminal")
+        return os.terminal_size((100 + number, 24))
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", size)
+    assert width() == (100 + has[0] if has else 80)
+
+
+def test_a_long_word_is_a_line_and_words_with_hyphens_are_whole() -> None:
+    lines = ["one", f"   {'x' * 30}", "   a-word-with-hyphens", "   two"]
+    assert fill(" ".join(map(str.strip, lines)), 20, 3).split("\n") == lines
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_message_breaks_what_a_user_copies(width: int) -> None:
     sentences = [*messages()]

@@ -234,7 +234,7 @@ def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
 
 def _gain(path: Path) -> float | None:
     """The score of a checkpoint, larger for a better one; None if it was not evaluated or cannot be read."""
-    with suppress(ValueError, LookupError, TypeError):
+    with suppress(ValueError, LookupError, TypeError, AttributeError):
         facts = read_facts(path)
         return Monitor.parse(facts["identity"]["monitor"]).gain(score_of(facts["progress"]))
     return None

@@ -92,9 +92,9 @@ def _port(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one [8000]")
 
 
-def _rest(command: argparse.ArgumentParser, name: str, metavar: str, description: str) -> None:
+def _rest(command: argparse.ArgumentParser, name: str, metavar: str, description: str, **options: Any) -> None:
     """The arguments of a command of which there can be any number, before and after its options."""
-    command.add_argument(name, nargs="*", metavar=metavar, help=description)
+    command.add_argument(name, **{"nargs": "*", "default": [], **options}, metavar=metavar, help=description)
     command.set_defaults(rest=name)
 
 
@@ -148,7 +148,7 @@ def _of_models(commands: Any) -> None:
         "all other files are still printed.",
     )
     _run(predict)
-    predict.add_argument("files", nargs="+", metavar="FILE", help="an image, a folder of images, or a pattern")
+    _rest(predict, "files", "FILE", "an image, a folder of images, or a pattern", nargs="+")
     _forms(predict, "csv", "json")
     predict.add_argument("--top", type=int, metavar="K", help="classes to show per image [3]")
     threshold = "least probability of a label, for task=multilabel [0.5]"
@@ -203,8 +203,7 @@ def _of_runs(commands: Any) -> None:
         "versions and machine, likeliest cause first.",
     )
     paths = "a sweep, a run, `latest`, or a folder of them"
-    compare.add_argument("paths", nargs="+", metavar="SWEEP|RUN", help=paths)
-    compare.set_defaults(rest="paths")
+    _rest(compare, "paths", "SWEEP|RUN", paths, nargs="+")
     by = "group by this key only; may be repeated"
     compare.add_argument("--by", action="append", default=[], metavar="KEY", help=by)
     sort = "column, config key or logged figure to sort by [score, best first]"
@@ -225,9 +224,7 @@ def _of_runs(commands: Any) -> None:
         description="Show which checkpoints in a folder of runs and sweeps can be removed, and their size. Each run "
         "keeps its newest and its best checkpoint; active runs keep all. Nothing is removed without --yes.",
     )
-    clean.add_argument(
-        "folders", nargs="*", default=["outputs"], metavar="FOLDER", help="folder to search for runs [outputs]"
-    )
+    _rest(clean, "folders", "FOLDER", "folder to search for runs [outputs]", default=["outputs"])
     clean.add_argument("--yes", action="store_true", help="remove what is shown")
     clean.add_argument("--keep", type=int, default=1, metavar="N", help="newest checkpoints to keep per run [1]")
     everything = (

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         """A value that a flag takes: its default, its first choice, or what the help calls it; empty for no flag."""
         for action in self._actions:
             if flag in action.option_strings:
-                usual = re.search(r"\[([^\]]+)\]$", action.help or "")  # what the help says that it is without one
+                usual = re.search(r"\[([\d.]+)\]$", action.help or "")  # what the help says that it is without one
                 known = action.default or (usual and usual[1])
                 return str(known or next(iter(action.choices or ()), action.metavar or "VALUE"))
         return ""

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.commands import check_word, key_of, override, program_words, quoted_path, shell_command
+from lockstep.config.commands import check_word, key_of, override, parsed, program_words, quoted_path, shell_command
 from lockstep.config.history import present_words
 from lockstep.config.hydra_policy import as_typed, is_of_hydra, own_hydra
 from lockstep.config.hydra_versions import initialize_config_dir, is_list_extend
@@ -277,20 +277,25 @@ def typed_words(words: Iterable[str]) -> list[str]:
     """
     quoted = [*map(quoted_path, present_words(words))]
     for word in quoted:
-        _check_sign(word)
+        _check_group(word)
     if "resume" not in map(key_of, quoted):
         return quoted
     return [f"++{word}" if re.match(rf"({'|'.join(GROUPS)})\.[^=]+=", word) else word for word in quoted]
 
 
-def _check_sign(word: str) -> None:
-    """Refuse `+GROUP=NAME` and `~GROUP` for the groups of each job, of which Hydra's own remedies do not work."""
+def _check_group(word: str) -> None:
+    """Refuse signs, of which Hydra's own remedies do not work, and lists of what are no names, or of too many."""
     key, value = key_of(word), word.partition("=")[2]
     if word[:1] == "+" and key in (*GROUPS, RECIPES):
         raise InputError(f"{word}: the job has this group already, so it is chosen without +: {key}={value}")
     if word[:1] == "~" and key in GROUPS:
         remedy = f"take none of its options with {key}=[]" if key in MANY else f"remove ~{key}"
         raise InputError(f"{word}: the job cannot be without this group; {remedy}")
+    names = parsed(word) if key in (*GROUPS, RECIPES) and value[:1] == "[" else None
+    if isinstance(names, list) and (key not in (*MANY, RECIPES) or not all(isinstance(name, str) for name in names)):
+        from lockstep.config import messages  # a job without a mistake needs none
+
+        raise InputError(messages.no_names(word))
 
 
 @contextmanager

@@ -40,11 +40,10 @@ def present_words(words: Iterable[str], *, say: bool = True) -> list[str]:
 
 def present_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A config that a file keeps, with the present names of its keys."""
+    present = {present_key(f"{prefix}{key}"): value for key, value in values.items()}
     return {
-        present_key(f"{prefix}{key}").removeprefix(prefix): (
-            present_values(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
-        )
-        for key, value in values.items()
+        key.removeprefix(prefix): present_values(value, f"{key}.") if isinstance(value, Mapping) else value
+        for key, value in present.items()
     }
 
 

@@ -136,12 +136,17 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
 def _no_option() -> str:
     """The sentence for a group that is set to something else than names, such as `logger=null`."""
     for word in sys.argv[1:]:
-        group = key_of(word)
-        if group in (*GROUPS, RECIPES) and not isinstance(parsed(word), str | list):
-            names = "a list of names of its" if group in MANY else "the name of one of its"
-            example = "[]" if group in MANY else next(iter(options_of(group)), "NAME")
-            return f"{shown(word)}: a config group takes {names} options: {group}={example}"
+        if key_of(word) in (*GROUPS, RECIPES) and not isinstance(parsed(word), str | list):
+            return no_names(word)
     return "a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18"
+
+
+def no_names(word: str) -> str:
+    """The sentence for a word that should choose options of a group."""
+    group = key_of(word)
+    names = "a list of names of its" if group in MANY else "the name of one of its"
+    example = "[]" if group in MANY else next(iter(options_of(group)), "NAME")
+    return f"{shown(word)}: a config group takes {names} options: {group}={example}"
 
 
 def unreadable(error: Exception) -> InputError:
@@ -225,6 +230,10 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
         items = list(default) if isinstance(default, ListConfig) and default and len(default) > 1 else [value]
         example = ",".join(override("", item)[1:] if isinstance(item, str) else str(item) for item in items)
         return f"{key} is {shown(value)}, expected a list: {key}=[{example}]"
+    if message.startswith("Cannot merge "):  # a list and a dictionary, of which the config's own is the parent
+        if isinstance(error.parent_node, ListConfig):
+            return f"{key} is a dictionary, expected a list: {key}=[VALUE]"
+        return f"{key} is a list, expected keys below it: {key}.KEY=VALUE"
     for pattern, template in _MESSAGES:
         if match := re.match(pattern, message):
             return f"{key} {template.format(*match.groups(), key=key)}"

@@ -205,7 +205,7 @@ def declare(classes: Mapping[tuple[str, str], type[Any]]) -> None:
 
 def classes_of(group: str) -> dict[str, type[Any]]:
     """All classes of a group by the names of their options: ours, and those of extensions that have been imported."""
-    for module in {*modules_of(group).values()}:
+    for module in dict.fromkeys(modules_of(group).values()):  # in an order that no hash decides
         importlib.import_module(module)
     return declared(group)
 

@@ -47,4 +47,5 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         terminal.quiet = before
-        del os.environ[QUIET_VARIABLE]
+        if not before:
+            del os.environ[QUIET_VARIABLE]

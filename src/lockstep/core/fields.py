@@ -395,7 +395,7 @@ def _declared(cls: type[Any], name: str, what: str) -> Any:
 def as_number(cls: type[Any], name: str, value: Any) -> Any:
     """The number that a text spells, if the field takes numbers and words; otherwise the value itself."""
     rule = rule_of(cls, name)
-    if isinstance(rule, Number) and isinstance(value, str) and rule.words and value not in rule.words:
+    if isinstance(rule, Number) and isinstance(value, str) and rule.words:
         with suppress(ValueError):
             return int(value) if rule.whole else float(value)
     return value

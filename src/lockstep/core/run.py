@@ -62,7 +62,7 @@ class Run:
             content = reader(path)
             if isinstance(content, type(empty)):
                 return content
-            self.damage.append(f"{path} is not a file of a run: expected {'a list' if empty == [] else 'keys'}")
+            self.damage.append(f"{path} is not a file of a run: expected keys")
         except InputError as error:
             self.damage.append(str(error))
         except PermissionError as error:

@@ -22,7 +22,7 @@ NAME_LIMIT = 100
 LATEST, BEST = "latest", "best"  # text files with the name of a folder next to them
 SWEEP = "sweep.json"  # in the folder of a sweep
 MANIFEST = "manifest.json"  # marks a folder as a checkpoint or a packed data set
-# The types of what is read in `summary.json`; each key may be missing or null.
+# The types of what is read in `summary.json`. Each key may be missing; all but texts may be null.
 TEXTS = ("status", "run", "error", "monitor", "stopped_early")
 NUMBERS = (
     *("started", "seconds", "step", "steps", "steps_per_epoch", "objective", "best", "best_step", "skipped"),

@@ -57,7 +57,7 @@ class UnreadableFile(InputError):
         self.path, self.reason, self.missing = path, reason, missing
 
     def __reduce__(self) -> Any:  # for other ranks
-        return type(self), (self.path, self.reason)
+        return type(self), (self.path, self.reason), {"missing": self.missing}
 
 
 @contextmanager

@@ -120,8 +120,6 @@ def fetch_data(resume: Resume, dataset: Source) -> None:
     try:
         dataset.train()
         dataset.eval()
-    except StorageError:
-        raise
     except InputError as error:
         only = "nothing is downloaded to a folder that only the run or a config file names"
         raise InputError(f"{error}; {only}: name it with data_root=FOLDER") from error

@@ -187,7 +187,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int], remedy: str = Ent
     places: dict[str, str] = {}
     for error in errors:
         places = {**error["places"], **places}
-    where = ", ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
+    where = ", ".join(f"rank {rank} {places[rank]}" for rank in sorted(places, key=int))
     known = BY_EXIT_CODE.get(first["exit_code"], RankFailed)(first["sentence"] + (f"; {where}" if where else ""))
     known.add_note(f"rank {first['rank']}:\n{first['traceback']}")  # shown by HYDRA_FULL_ERROR=1 only
     return known

@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.norm1, self.conv1 = nn.BatchNorm2d(inputs), _conv(inputs, outputs, 3, stride)
         self.norm2, self.conv2 = nn.BatchNorm2d(outputs), _conv(outputs, outputs, 3)
         self.dropout = nn.Dropout(dropout)
-        self.shortcut = _conv(inputs, outputs, 1, stride) if inputs != outputs or stride > 1 else None
+        self.shortcut = _conv(inputs, outputs, 1, stride) if inputs != outputs else None
 
     def forward(self, features: Tensor) -> Tensor:
         active = F.relu(self.norm1(features))

@@ -248,7 +248,7 @@ class Timm(OptimizerOption):
             raise InputError(
                 f"optimizer.opt is {self.opt!r}, which needs second derivatives: a training step computes none"
             )
-        if self.momentum != Timm.momentum and not get_optimizer_info(self.opt.split("_")[-1]).has_momentum:
+        if self.momentum != Timm.momentum and not get_optimizer_info(self.opt).has_momentum:
             raise InputError(
                 f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; remove it, and "
                 "give what it has with +optimizer.options.KEY=VALUE"
@@ -263,10 +263,9 @@ class Timm(OptimizerOption):
         """The rate of SGD for optimizers derived from it; for others the default of the class, if it has one."""
         from timm.optim import get_optimizer_info
 
-        name = self.opt.split("_")[-1]
-        if any(word in name for word in ("sgd", "momentum", "nesterov")):
+        if any(word in self.opt for word in ("sgd", "momentum", "nesterov")):
             return OF_SGD
-        cls = get_optimizer_info(name).opt_class
+        cls = get_optimizer_info(self.opt).opt_class
         own = None if isinstance(cls, str) else inspect.signature(cls).parameters.get("lr")  # str: not installed
         return replace(OF_ADAM, lr=own.default) if own is not None and isinstance(own.default, float) else OF_ADAM
 

@@ -31,7 +31,7 @@ def charts_of(*pages: str) -> Charts:
     return titles
 
 
-USAGE: Charts = charts_of("Throughput", "CPU", "GPU")
+USAGE: Charts = charts_of("Throughput", "GPU")
 
 
 def learning_titles(run: Run) -> Charts:

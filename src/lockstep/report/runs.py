@@ -216,7 +216,7 @@ def _facts(
 
 def _fits(row: Row, condition: str, known: set[str]) -> bool:
     """Whether a row fulfils a condition. A row without the key does not."""
-    match = re.fullmatch(r"([^=<>]+)(=.*|[<>]-?\d+(?:\.\d*)?(?:e-?\d+)?)", condition)
+    match = re.fullmatch(r"([^=<>]+)(=.*|[<>][+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", condition)
     if match is None or match[1] not in known:
         wrong = f"no run has {match[1]}" if match else "it is not a condition"
         raise InputError(

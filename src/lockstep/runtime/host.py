@@ -46,9 +46,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mal
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes as a text: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
+    """A number of bytes as a text: `700 B`, `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
     if size < 1e5:
-        return f"{size / 1e3:.0f} kB"
+        return f"{size / 1e3:.0f} kB" if size >= 1e3 else f"{size:.0f} B"
     return f"{size / GB:.1f} GB" if size >= GB else f"{size / 1e6:.{1 if size < 1e7 else 0}f} MB"
 
 

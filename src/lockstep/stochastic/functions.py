@@ -31,10 +31,10 @@ class KeyedFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        keyed = KEYED.get(func)
-        if keyed is None or (kwargs and kwargs.get("generator") is not None):
+        keyed, options = KEYED.get(func), dict(kwargs or {})
+        if keyed is None or options.pop("generator", None) is not None:
             return func(*args, **(kwargs or {}))
-        return keyed(self.next_bits, *args, **(kwargs or {}))
+        return keyed(self.next_bits, *args, **options)
 
 
 def _channels(input: Tensor) -> torch.Size:
@@ -130,26 +130,22 @@ def _fill(blank: Tensor, numbers: Tensor) -> Tensor:
         return blank.copy_(numbers)
 
 
-def uniform_(
-    next_bits: NextBits, blank: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
-) -> Tensor:
+def uniform_(next_bits: NextBits, blank: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
     numbers = uniform_from_bits(next_bits(blank.shape, blank), blank.dtype)
     return _fill(blank, numbers * (high - low) + low)
 
 
-def normal_(
-    next_bits: NextBits, blank: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None
-) -> Tensor:
+def normal_(next_bits: NextBits, blank: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     numbers = normal(next_bits(blank.shape, blank), blank.dtype)
     return _fill(blank, numbers * std + mean)
 
 
-def bernoulli_(next_bits: NextBits, blank: Tensor, p: float | Tensor = 0.5, *, generator: None = None) -> Tensor:
+def bernoulli_(next_bits: NextBits, blank: Tensor, p: float | Tensor = 0.5) -> Tensor:
     bits = next_bits(blank.shape, blank)
     return _fill(blank, uniform_from_bits(bits, torch.float32) < p if isinstance(p, Tensor) else below(bits, p))
 
 
-def bernoulli(next_bits: NextBits, input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
+def bernoulli(next_bits: NextBits, input: Tensor, p: float | None = None) -> Tensor:
     return bernoulli_(next_bits, torch.empty_like(input), input if p is None else p)
 
 

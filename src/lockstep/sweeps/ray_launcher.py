@@ -55,7 +55,9 @@ class RayLauncher(PoolLauncher):
         """Connect to the cluster, or start Ray here. Raises InputError if there is no cluster at the address."""
         import ray
 
+        # Of a Ray that starts here; without the second its tasks yield to every other process.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")
         before = signal.getsignal(signal.SIGTERM)  # Ray sets a handler that ends the process
         host, _, port = (self.address or "").rpartition("/")[2].rpartition(":")
         try:

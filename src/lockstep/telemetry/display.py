@@ -232,9 +232,10 @@ class Cell(Screen):
 
 
 def figures(window: Window) -> list[FigureColumn]:
+    top1 = "" if window.top1 is None else f"{window.top1:5.1f}".replace("nan", "  -")
     return [
         FigureColumn("loss", f"{window.loss:.4f}".replace("nan", "-"), "", 4),
-        *([] if window.top1 is None else [FigureColumn("top-1", f"{window.top1:5.1f}".replace("nan", "-"), " %", 2)]),
+        *([FigureColumn("top-1", top1, " %", 2)] if top1 else []),
         FigureColumn("", f"{window.rate:6,.0f}", " img/s", 4),
         FigureColumn("wait", f"{window.wait_share:3.0f}", " %", 0),
     ]

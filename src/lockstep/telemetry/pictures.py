@@ -115,8 +115,9 @@ def precision_over_recall(predictions: Predictions) -> str:
 def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colours: Sequence[float]) -> str:
     """Parallel coordinates: a line for each row over the columns, the darker the greater its figure of `colours`.
 
-    The greatest is marked. A column of numbers is a scale, logarithmic if they span four times or more and are not
-    in the last column, the score; each text has its own height. A label that would overlap a higher one is omitted.
+    The greatest is marked, of equal ones the first. A column of numbers is a scale, logarithmic if they span four
+    times or more and are not in the last column, the score; each text has its own height. A label that would overlap
+    a higher one is omitted.
     """
     values = [
         sorted({*column}, key=lambda value: (isinstance(value, str), value)) for column in zip(*rows, strict=True)
@@ -132,11 +133,12 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
 
     def draw(axes: Any) -> None:
         least, span = min(colours), (max(colours) - min(colours)) or 1.0
-        for row, colour in sorted(zip(rows, colours, strict=True), key=lambda pair: pair[1]):
-            share = (colour - least) / span
-            heights = [height(column, value) for column, value in enumerate(row)]
+        ascending = sorted(range(len(rows)), key=lambda row: (colours[row], -row))
+        for row in ascending:
+            share = (colours[row] - least) / span
+            heights = [height(column, value) for column, value in enumerate(rows[row])]
             shade = (0.75 - 0.65 * share, 0.8 - 0.5 * share, 0.9 - 0.3 * share)
-            axes.plot(heights, color=BEST_COLOUR if share == 1 else shade)
+            axes.plot(heights, color=BEST_COLOUR if row == ascending[-1] else shade)
         for column, of in enumerate(values):
             axes.axvline(column, color="black", linewidth=0.8)
             lowest = math.inf

@@ -98,7 +98,7 @@ class Work:
         line = self.text()
         if not self.total:
             return line
-        room = min(LONGEST_BAR, console.width - 1 - line.cell_len)
+        room = console.width - 1 - line.cell_len
         return Text.assemble(bar(self.done / self.total, room, unicode=console.encoding.startswith("utf")), line)
 
 

@@ -31,10 +31,6 @@ class TextFile(Observer):
     path: Path
     file: TextIO
 
-    def flush(self) -> None:
-        with storing(self.path):
-            self.file.flush()
-
     def close(self) -> None:
         with storing(self.path):
             self.file.close()
@@ -116,8 +112,8 @@ class CsvTable(TextFile):
             tags += of_classes or [tag]
         usual = {tag: name for tag, name in CSV_COLUMNS.items() if VAL_TOP1 in tags or not tag.startswith(ACCURACY)}
         self.columns = {**usual, **{tag: name_of_tag(tag) for tag in tags if tag not in CSV_COLUMNS}}
-        before = _cells(next(iter(read_lines(self.path)), None) or "") if self.path.exists() else []
-        before = before if before[:2] == ["step", "epoch"] else []
+        first = (next(iter(read_lines(self.path)), None) or "").rstrip() if self.path.exists() else ""
+        before = _cells(first) if first.startswith("step,epoch,") and "\r" not in first else []
         # A resume may have other metrics.
         known = {*self.columns.values(), *(name_of_tag(tag) for tag in self.tags if tag not in self.latest)}
         self.columns |= {f"earlier/{name}": name for name in before[2:] if name not in known}
@@ -147,7 +143,10 @@ class CsvTable(TextFile):
 
 
 def _cells(line: str) -> list[str]:
-    return next(csv.reader([line]), [])
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise ValueError(line) from error
 
 
 class PredictionsFile(Observer):

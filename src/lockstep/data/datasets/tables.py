@@ -240,7 +240,7 @@ class TableRow:
     row: int
 
     def contents(self) -> bytes:
-        image = self.table[self.row][self.column]
+        image = self.table[self.row][self.column] or {}  # a row may have no image
         if image.get("bytes") is None:
             raise ValueError("the table does not contain its bytes")
         return image["bytes"]

@@ -1,0 +1,195 @@
+"""The functions for other programs: what each passes on, and what it refuses before anything is written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import api
+from lockstep.core import log
+from lockstep.core.errors import InputError, StorageError
+from lockstep.optim import SGD
+from lockstep.runtime import signals
+from lockstep.training.objects import DatasetObject
+
+CALLS: dict[str, Callable[..., Any]] = {"train": api.train, "sweep": api.sweep, "compose": api.compose}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("words", ["epochs=3", {"epochs": 3}], ids=str)
+def test_words_that_are_no_list_are_refused(name: str, words: Any) -> None:
+    with pytest.raises(InputError, match=r"^overrides is .*, expected a list of words: \[\"epochs=3\"\]$"):
+        CALLS[name](words)
+
+
+@pytest.mark.parametrize("name", ["train", "sweep"])
+def test_a_run_begins_neither_in_a_thread_nor_in_a_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match=rf"^lockstep\.{name} was called in a thread"):
+        pool.submit(CALLS[name]).result()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="WORLD_SIZE=2, but no RANK"):
+        CALLS[name]()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match=rf"^lockstep\.{name} was called in one of 2 ranks"):
+        CALLS[name]()
+
+
+def test_the_first_flag_among_the_words_of_a_sweep_is_named() -> None:
+    with pytest.raises(InputError, match=r"^'-m' is a flag, expected KEY=VALUE$"):
+        lockstep.sweep(["seed=1,2", "-m", "--cfg", "job"])
+    with pytest.raises(InputError, match=r"'-m' is a flag, expected KEY=VALUE; a sweep is lockstep\.sweep"):
+        lockstep.train(["-m", "seed=1,2"])
+
+
+@pytest.fixture
+def guests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[str], bool]]:
+    """The extensions of each call, and whether it shows what it does."""
+    entered: list[tuple[Sequence[str], bool]] = []
+
+    @contextmanager
+    def guest(extensions: Sequence[str], *, verbose: bool = True) -> Iterator[None]:
+        entered.append((extensions, verbose))
+        yield
+
+    monkeypatch.setattr(api, "_guest", guest)
+    return entered
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_training_has_the_words_the_objects_and_the_callbacks_of_its_call(
+    verbose: bool, guests: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callbacks = [lockstep.Callback()]
+    monkeypatch.setattr(api, "_trained", lambda *given_on: given_on)
+    for ranks, more in ((None, []), (0, ["launcher.ranks=0"]), (2, ["launcher.ranks=2"])):
+        passed = lockstep.train(["seed=1"], callbacks=callbacks, ranks=ranks, extensions=["mine"], verbose=verbose)
+        assert passed == (["seed=1", *more], {}, callbacks)
+        assert guests.pop() == (["mine"], verbose)
+    module = torch.nn.Linear(64, 10)
+    words, objects, _ = lockstep.train(["seed=1"], model=module, optimizer=SGD(lr=0.125))  # type: ignore[misc]
+    assert {"seed=1", "model=object", "optimizer=sgd", "optimizer.lr=0.125"} <= {*words}
+    assert objects == {"model": module}
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_sweep_has_the_words_and_the_objects_of_its_call_and_gives_the_rows_of_its_folder(
+    verbose: bool, guests: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_sweep(words: list[str], objects: Any, *, verbose: bool) -> str:
+        swept.append((words, objects, verbose))
+        return "its folder"
+
+    swept: list[Any] = []
+    monkeypatch.setattr("lockstep.cli.sweep.run_sweep", run_sweep)
+    monkeypatch.setattr(api, "runs", lambda folder: [folder])
+    assert lockstep.sweep(["seed=1,2"], extensions=["mine"], verbose=verbose) == ["its folder"]
+    assert (swept.pop(), guests.pop()) == ((["seed=1,2"], {}, verbose), (["mine"], verbose))
+    module = torch.nn.Linear(64, 10)
+    lockstep.sweep(["seed=1,2"], model=module, optimizer=SGD(lr=0.125))
+    ((words, objects, is_shown),) = swept
+    assert {"seed=1,2", "model=object", "optimizer=sgd", "optimizer.lr=0.125"} <= {*words}
+    assert (objects, is_shown) == ({"model": module}, True)
+
+
+def test_the_parts_of_a_job_and_a_predictor_are_made_with_what_the_call_has(
+    guests: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.job.prepare.job_of", lambda words: SimpleNamespace(launcher=words[0]))
+    monkeypatch.setattr("lockstep.training.experiment.build_parts", lambda job: job.launcher.ranks)
+    assert api.compose([SimpleNamespace(ranks=1)], extensions=["mine"]) == 1  # type: ignore[list-item, comparison-overlap]
+    with pytest.raises(InputError, match=r"launcher\.ranks is 2, but a loop of your own has one rank; use launcher"):
+        api.compose([SimpleNamespace(ranks=2)])  # type: ignore[list-item]
+    monkeypatch.setattr("lockstep.inference.predictor.load_predictor", lambda path, **parts: (path, parts))
+    module = torch.nn.Linear(2, 2)
+    loaded: Any = api.load("run", device="cuda", model=module, extensions=["hers"])
+    assert loaded == ("run", {"device": "cuda", "module": module})
+    assert guests == [(["mine"], True), ((), True), (["hers"], True)]
+
+
+def test_a_call_that_is_quiet_shows_nothing_and_uses_its_extensions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used: list[Sequence[str]] = []
+    monkeypatch.setattr("lockstep.config.extensions.use", used.append)
+    for verbose in (True, False):
+        with api._guest(["mine"], verbose=verbose):
+            log.show("a line")
+        assert ("a line" in capsys.readouterr().out) is verbose
+    assert used == [["mine"], ["mine"]]
+
+
+def test_the_training_command_of_a_program_has_its_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[Any] = []
+    monkeypatch.setattr(signals, "begin", lambda **options: began.append(options))
+    monkeypatch.setattr("lockstep.cli.train.train_command", began.append)
+    lockstep.main(["mine"])
+    assert began == [{"says": signals.STOPPED_EARLY}, ["mine"]]
+
+
+def test_a_refused_training_leaves_the_folders_that_were_there_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    (here := tmp_path / "here").mkdir()
+    for folder in (here, tmp_path / "a" / "b" / "c"):
+        with pytest.raises(InputError, match=r"^epochs is 0"):
+            lockstep.train(["epochs=0", "device=cpu", f"hydra.run.dir={folder}"])
+    assert [*tmp_path.iterdir()] == [here]
+    with pytest.raises(StorageError, match="/dev/null/run cannot be written"):
+        lockstep.train(["device=cpu", "hydra.run.dir=/dev/null/run"])
+
+
+def test_datasets_of_a_program_are_an_option_with_their_names_and_channels() -> None:
+    train, val, test = [(0, 1)], ((2, 3),), {4: 5}
+    plain: Any = lockstep.dataset(train)
+    assert isinstance(plain, DatasetObject)
+    assert vars(plain)["original"] == (train, None, None)
+    assert (plain.type, plain.module) == ("list", "builtins")
+    assert (plain.labels, plain.channel_mean, plain.channel_std) == (None, None, None)
+    whole: Any = lockstep.dataset(train, val, test, classes="ab", mean=(0.5,), std=(0.25,), skip=3)
+    assert vars(whole)["original"] == (train, val, test)
+    assert (whole.labels, whole.channel_mean, whole.channel_std, whole.skip) == (["a", "b"], [0.5], [0.25], 3)
+    named: Any = lockstep.dataset(train, classes=[], mean=(), std=())
+    assert (named.labels, named.channel_mean, named.channel_std) == ([], [], [])
+
+
+def test_a_notebook_shows_names_scores_and_states_and_where_rows_differ() -> None:
+    rows: list[dict[str, Any]] = [
+        {"lr": 0.1234567 * number, "seed": 1, "state": "done", "name": f"<b>{number}", "score": None}
+        for number in (1, 2)
+    ]
+    rows[1]["batch"] = 8
+    table = lockstep.Rows(rows)._repr_html_()
+    assert re.findall("<td>(.*?)</td>", table)[:5] == ["name", "score", "state", "lr", "batch"]
+    assert "<td>&lt;b&gt;1</td><td></td><td>done</td><td>0.1235</td><td></td></tr>" in table
+    alone = lockstep.Rows([{"seed": 1, "score": 2.0}])._repr_html_()
+    assert "seed" not in alone
+
+
+def test_rows_are_a_table_of_pandas_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = lockstep.Rows([{"name": "a", "lr": 0.5}, {"name": "b", "seed": 3}])
+    assert [*rows.to_pandas().columns] == ["name", "lr", "seed"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="needs pandas, which is not installed: pip install pandas"):
+        rows.to_pandas()
+
+
+@pytest.mark.parametrize("rows", [[], [{"name": "a"}]])
+def test_a_damaged_run_is_an_error_whatever_the_others_are(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.records.runs.existing", Path)
+    monkeypatch.setattr("lockstep.report.runs.list_runs", lambda root, **options: (rows, None, ["a/b is damaged"]))
+    monkeypatch.setattr("lockstep.report.compare.compare_runs", lambda paths, **options: (0, rows, ["it, too"], 0))
+    with pytest.raises(InputError, match=r"^a/b is damaged$"):
+        lockstep.runs("a")
+    with pytest.raises(InputError, match=r"^it, too$"):
+        lockstep.compare("a", "b")

@@ -1,0 +1,451 @@
+"""What `lockstep evaluate` shows, writes and refuses, for the predictions of any models."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.core.errors import InputError
+from lockstep.core.run import State
+from lockstep.core.tags import CALIBRATION_ERROR, Monitor
+from lockstep.core.world import World
+from lockstep.data.datasets.arrays import ArraySplit
+from lockstep.inference import evaluate as command
+from lockstep.inference.evaluate import CrossValidation, check_data, cross_validations, report_folds, share_note
+from lockstep.inference.scoring import (
+    EvaluatedSplit,
+    Evaluation,
+    Part,
+    _metrics,
+    of_all,
+    show_figures,
+    text_with_unit,
+)
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import Record
+from lockstep.records.runs import JobRun
+
+
+def part(labels: torch.Tensor, *answers: torch.Tensor, **figures: float) -> Part:
+    split = ArraySplit(torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8), labels)
+    return Part(EvaluatedSplit(split, labels), 7, torch.ones(len(labels), dtype=torch.bool), answers, figures)
+
+
+def card(targets: str, *names: str) -> Any:
+    return SimpleNamespace(names=names, classes=len(names), targets=targets)
+
+
+def test_a_score_has_its_unit_and_none_a_dash() -> None:
+    values = (("top1", 0.0), ("top1", 98.765), ("loss", 0.0), ("loss", 0.042123), ("top1", None))
+    assert [text_with_unit(name, value) for name, value in values] == ["0.00 %", "98.77 %", "0", "0.04212", "–"]
+    figures = {"loss": math.nan, "top1": 0.0, "f1": math.inf, "f1/cat": 3.0, "auroc": -math.inf, "mae": -1.5}
+    assert of_all(figures) == {"loss": None, "top1": 0.0, "f1": None, "auroc": None, "mae": -1.5}
+
+
+def test_a_table_of_figures_has_the_images_of_the_rows_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"fold": 0, "images": 1234, "top1": 50.0}, {"fold": "mean", "loss": 0.25}, {"fold": 2, "images": 0}]
+    show_figures("part", "fold", rows, ["top1", "loss"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["part", "images", "top-1", "loss"]
+    assert lines[-3:] == [["0", "1,234", "50.00", "%", "–"], ["mean", "–", "0.25"], ["2", "0", "–", "–"]]
+
+
+def test_the_classes_with_the_lowest_scores_are_shown_first_without_those_that_have_no_image(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = [f"n{at:02}" for at in range(13)]
+    labels = torch.arange(12).repeat_interleave(12)
+    predicted = torch.where(torch.arange(144) % 12 < labels, labels, 12)  # of class n, n of 12 are right
+    Evaluation(card("classes", *names), [part(labels, predicted, torch.ones(144))], {}, {}).show()
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "the 10 classes with the lowest top-1:"
+    assert head.split() == ["class", "images", "top-1"]
+    assert [row.split()[:2] for row in rows if "%" in row] == [[name, "12"] for name in names[:10]]
+
+
+def test_labels_are_counted_above_a_half_and_values_for_all_images() -> None:
+    shares = torch.tensor([[0.5, 0.6], [0.4, 1.0], [1.0, 0.0]])
+    by_output = {"f1/cat": 25.0, "f1/dog": math.nan, "recall/cat": 1.0, "recall/dog": 2.0}
+    for targets, images in (("labels", [1, 2]), ("values", [3, 3])):
+        result = Evaluation(card(targets, "cat", "dog"), [part(shares, shares)], {"loss": 0.5}, by_output)
+        assert result.rows == [
+            {"name": "cat", "images": images[0], "f1": 25.0, "recall": 1.0},
+            {"name": "dog", "images": images[1], "f1": None, "recall": 2.0},
+        ]
+        facts = {"images": 3, "skipped": 0, "loss": 0.5, targets: result.rows}
+        assert result.facts() == facts, "and no confusion"
+
+
+@pytest.mark.parametrize(
+    ("targets", "figures", "tabled"),
+    [
+        ("classes", {CALIBRATION_ERROR}, set()),
+        ("labels", {"map", "f1", "subset_accuracy"}, {"precision", "recall", "map", "f1"}),
+        ("values", {"mae", "rmse", "r2"}, {"mae", "rmse", "r2"}),
+    ],
+)
+def test_metrics_are_those_of_the_run_or_else_of_the_task_and_each_by_output(
+    targets: str, figures: set[str], tabled: set[str]
+) -> None:
+    usual, by_output = _metrics(targets, None)
+    assert (usual.keys(), by_output.keys()) == (figures, tabled)
+    assert all(node["average"] == "none" for node in by_output.values())
+    assert all(node.get("average") != "none" for node in usual.values())
+    own = {"recall": {"_target_": "lockstep.metrics.Recall", "average": "micro"}, "x": {"_target_": "own.X"}}
+    chosen, of_each = _metrics(targets, own)
+    extra = {CALIBRATION_ERROR} if targets == "classes" else set()
+    assert chosen.keys() == {"recall", "x"} | extra
+    assert chosen["recall"] == own["recall"]
+    assert [*of_each] == (["precision", "recall"] if targets == "labels" else ["recall"])
+    assert of_each["recall"] == {**own["recall"], "average": "none"}
+
+
+def folds(*done: int, of: int = 3, **values: str) -> CrossValidation:
+    runs: Any = {fold: SimpleNamespace(folder=Path(f"job{fold}"), run_dir=fold) for fold in done}
+    return CrossValidation(values, of, runs, {fold: "failed" for fold in range(of) if fold not in done})
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_folds_have_their_mean_and_their_spread(number: int, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    labels, scores = torch.tensor([0, 1]), [50.0, 100.0, 0.0][:number]
+    parts = [part(labels, labels, torch.ones(2), top1=score, loss=score / 4) for score in scores]
+    evaluation = Evaluation(card("classes", *"abcdef"), parts, {"top1": 51.0, "loss": 1.0}, {})
+    setting = folds(*range(number), seed="3")
+    facts = report_folds(setting, evaluation, form)
+    spread = statistics.stdev(scores) if number > 1 else None
+    assert facts["mean"] == {
+        "top1": pytest.approx(sum(scores) / number),
+        "loss": pytest.approx(sum(scores) / number / 4),
+    }
+    assert facts["spread"] == (
+        {} if spread is None else {"top1": pytest.approx(spread), "loss": pytest.approx(spread / 4)}
+    )
+    assert (facts["split"], facts["setting"], facts["folds"]) == ("val", {"seed": "3"}, 3)
+    assert facts["missing"] == dict.fromkeys(range(number, 3), "failed")
+    assert (facts["images"], facts["top1"]) == (2 * number, 51.0)
+    assert facts["by_fold"] == [
+        {"fold": at, "run": f"job{at}", "step": 7, "images": 2, "skipped": 0, "top1": score, "loss": score / 4}
+        for at, score in enumerate(scores)
+    ]
+    shown = capsys.readouterr().out
+    if form == "json":
+        assert shown == ""
+        return
+    assert shown.startswith(f"seed=3: {2 * number} images of {number} of 3 folds, each predicted by the model that")
+    missing = ", ".join(f"{fold} (failed)" for fold in range(number, 3))
+    assert (f"no figure counts the folds that are missing: {missing}\n" in shown) == (number < 3)
+    rows = [line.split() for line in shown.splitlines()]
+    (deviation,) = (row for row in rows if row[0] == "±")
+    assert deviation == (["±", "–", "–"] if spread is None else ["±", f"{spread:.2f}", "%", f"{spread / 4:.4g}"])
+    assert [row for row in rows if row[0] == "together"] == [["together", str(2 * number), "51.00", "%", "1"]]
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_an_evaluation_is_written_with_its_format_and_shown_in_one_form(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = torch.tensor([0, 1])
+    evaluations = [Evaluation(card("classes", "a", "b"), [part(labels, labels, torch.ones(2))], {}, {})]
+    command.write_files(tmp_path, {"split": "test", "top1": 1.5}, evaluations, form, "-other")
+    results, predictions = tmp_path / "evaluation-test-other.json", tmp_path / "predictions-test-other.csv"
+    assert results.read_text().endswith("}\n")
+    written = json.loads(results.read_text())
+    assert (written.pop("format"), written.pop("lockstep") != "") == (1, True)
+    assert written == {"split": "test", "top1": 1.5}
+    shown = capsys.readouterr().out
+    if form == "json":
+        assert json.loads(shown) == json.loads(results.read_text())
+    else:
+        assert shown == f"wrote {results}\nwrote {predictions}\n"
+    predictions.unlink()
+    predictions.symlink_to(results)
+    before = results.read_bytes()
+    with pytest.raises(InputError, match=r"--out is .*predictions-test-other\.csv"):
+        command.write_files(tmp_path, {"split": "test", "top1": 2}, evaluations, form, "-other")
+    assert results.read_bytes() == before, "both names are looked at before one is written"
+
+
+@pytest.mark.parametrize(("val_share", "part_name"), [(0.25, "folder"), (0.25, "split"), (None, "folder")])
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_share_of_other_data_is_said_of_the_splits_that_are_cut(
+    split: str, val_share: float | None, part_name: str
+) -> None:
+    located = SimpleNamespace(val_share=val_share)
+    source: Any = SimpleNamespace(val_share=None, located=lambda: located, part=part_name)
+    expected = []
+    if split != "test" and val_share is not None:
+        every = "; dataset.train_folder=. dataset.val_folder=. takes all" * (part_name == "folder")
+        expected = [f"the {split} split is a share of these images, by dataset.val_share=0.25{every}"]
+    assert share_note(source, split) == expected
+
+
+def predictor(*names: str, targets: str = "classes", **sizes: Any) -> Any:
+    usual = {"image_shape": (3, 8, 8), "input_shape": (3, 6, 6), "eval_crop": 0.75, "fit": "crop"}
+    facts = {"targets": targets, "classes": len(names), "names": names, **usual, **sizes}
+    return SimpleNamespace(card=SimpleNamespace(**facts))
+
+
+def source_of(*names: str, classes: int = 0, **changed: Any) -> Any:
+    own = vars(predictor(*names).card) | {"class_names": names, "classes": classes or len(names)}
+    return SimpleNamespace(**{**own, **changed})
+
+
+def test_classes_of_other_data_are_found_by_their_names() -> None:
+    model = predictor("cat", "dog", "owl")
+    for names, labels in ((("cat", "dog", "owl"), [0, 1, 2]), (("owl", "cat"), [2, 0]), (("dog",), [1])):
+        assert check_data(model, source_of(*names)).tolist() == labels
+    assert check_data(predictor("0", "1", "2"), source_of(classes=3)).tolist() == [0, 1, 2]
+    assert check_data(predictor("é"), source_of("e\N{COMBINING ACUTE ACCENT}")).tolist() == [0]
+    for other, says in (
+        (
+            source_of("cat", "wolf", "fox"),
+            r"has 3 classes, which are not the 3 of the model \('wolf' is none of them\);",
+        ),
+        (source_of(classes=3), r"has 3 classes, which are not the 3 of the model \('0' is none of them\);"),
+    ):
+        with pytest.raises(InputError, match=says):
+            check_data(model, other)
+    with pytest.raises(InputError, match=r"has 2 classes, which are not the 3 of the model; name data"):
+        check_data(predictor("0", "1", "2"), source_of(classes=2))
+
+
+@pytest.mark.parametrize("targets", ["labels", "values"])
+def test_labels_and_values_of_other_data_are_the_same_in_the_same_order(targets: str) -> None:
+    model = predictor("x", "y", targets=targets)
+    assert check_data(model, source_of("x", "y", targets=targets)).tolist() == [0, 1]
+    another = {"labels": "values", "values": "labels"}[targets]
+    for names, kind in (
+        (("y", "x"), targets),
+        (("x",), targets),
+        (("x", "y", "z"), targets),
+        (("x", "y"), another),
+    ):
+        says = f"it has the {kind} {', '.join(names)}, expected the {targets} of the model, x, y; name such data"
+        with pytest.raises(InputError, match=says):
+            check_data(model, source_of(*names, targets=kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("image_shape", (3, 9, 8)), ("input_shape", (3, 6, 7)), ("eval_crop", 0.8), ("fit", "pad")],
+)
+def test_sizes_of_other_data_are_those_of_the_model(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"dataset: its {name} is .*, but the model expects ") as caught:
+        check_data(predictor("cat"), source_of("cat", **{name: value}))
+    assert f"its {name} is {value}, " in str(caught.value)
+
+
+def sweep_of(monkeypatch: pytest.MonkeyPatch, *jobs: tuple[str, str]) -> Path:
+    """A sweep of jobs, each of its words and its state."""
+    runs = []
+    for number, (words, state) in enumerate(jobs):
+        facts = {"number": number, "overrides": tuple(words.split()), "folder": f"job{number}", "state": state}
+        runs.append(JobRun(Ledger(Path("sweep")), Record(**facts), Monitor()))  # type: ignore[arg-type]
+    monkeypatch.setattr(command, "read_jobs", lambda ledger: runs)
+    return Path("sweep")
+
+
+def test_the_runs_of_a_sweep_that_differ_in_the_fold_alone_are_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, failed = State.done, State.failed
+    sweep = sweep_of(
+        monkeypatch,
+        *((f"seed=1 dataset.folds=3 dataset.fold={fold}", state) for fold, state in ((2, done), (0, done))),
+        *((f"seed=2 dataset.folds=3 dataset.fold={fold}", state) for fold, state in ((0, failed), (1, done))),
+        ("seed=3 dataset.folds=3 dataset.fold=1", failed),
+        ("seed=4", done),
+    )
+    one, two = cross_validations(sweep)
+    assert (one.name, one.values, one.folds) == ("seed=1", {"seed": "1"}, 3)
+    assert {fold: run.folder.name for fold, run in one.runs.items()} == {0: "job1", 2: "job0"}
+    assert [*one.runs] == [0, 2]
+    assert one.missing == {1: "no job"}
+    assert ([*two.runs], two.missing) == ([1], {0: "failed", 2: "no job"})
+    assert capsys.readouterr().out == "warning: seed=3 is skipped: none of its folds is done\n"
+    for job in command.read_jobs(Ledger(sweep)):
+        vars(job).update({"state": State.damaged, "error": "its record is damaged"} if job.record.number == 1 else {})
+    assert cross_validations(sweep)[0].missing == {0: "damaged", 1: "no job"}
+    assert capsys.readouterr().out.startswith("warning: its record is damaged\nwarning: seed=3 is skipped")
+    (alone,) = cross_validations(sweep_of(monkeypatch, ("dataset.folds=2 dataset.fold=1", done)))
+    assert (alone.name, alone.missing) == ("", {0: "no job"})
+    for jobs, says in (
+        ([("dataset.folds=2 dataset.fold=1", failed)], "sweep: no fold is done; `lockstep compare sweep` compares"),
+        (
+            [("seed=4", done), ("dataset.folds=2", done), ("dataset.fold=2", done)],
+            "sweep: it has no folds, expected a",
+        ),
+    ):
+        with pytest.raises(InputError, match=says):
+            cross_validations(sweep_of(monkeypatch, *jobs))
+
+
+def test_each_fold_is_evaluated_on_its_own_images_by_its_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels, hashes = torch.tensor([0, 1]), {0: "a", 1: "b"}
+    split = part(labels).split
+
+    def load(folder: Path, device: str) -> Any:
+        return SimpleNamespace(card=SimpleNamespace(trained_on=trained_on(int(str(folder)[-1]))), device=device)
+
+    def split_for(model: Any, run_dir: int, overrides: Any, of: str, threads: Any) -> Any:
+        assert (of, overrides, threads) == ("val", ["x=1"], 5)
+        return split, run_dir
+
+    def trained_on(fold: int) -> dict[str, str]:
+        return {"sha256": hashes[fold]}
+
+    monkeypatch.setattr(command, "load_predictor", load)
+    monkeypatch.setattr(command, "split_for", split_for)
+    monkeypatch.setattr(command, "fingerprint_of", {0: "a", 1: "b"}.__getitem__)
+    setting, world = folds(0, 1, lr="0.1"), World.solo()
+    own = [*command.trials(setting, ["x=1"], world, 5)]
+    assert [dict(of.place) for _, of in own] == [{"fold": "0", "lr": "0.1"}, {"fold": "1", "lr": "0.1"}]
+    hashes[1] = "a"
+    with pytest.raises(InputError, match="its examples differ from those of job1, so the model may have seen some"):
+        [*command.trials(setting, ["x=1"], world, 5)]
+    monkeypatch.setattr(f"{__name__}.card", None)
+    monkeypatch.setattr(
+        command, "load_predictor", lambda *_, **__: SimpleNamespace(card=SimpleNamespace(trained_on={}))
+    )
+    with pytest.raises(InputError, match="its examples differ from those of job0"):
+        [*command.trials(setting, ["x=1"], world, 5)]
+
+
+@pytest.mark.parametrize("settings", [0, 1, 2])
+def test_the_settings_of_a_sweep_are_written_together(monkeypatch: pytest.MonkeyPatch, settings: int) -> None:
+    written: list[Any] = []
+    monkeypatch.setattr(command, "cross_validations", lambda sweep: [folds(0)] * settings + [folds(1)])
+    monkeypatch.setattr(command, "trials", lambda setting, *_: [*setting.runs])
+    monkeypatch.setattr(command, "evaluated", lambda trials, world: None if trials == [1] else "evaluation")
+    monkeypatch.setattr(command, "report_folds", lambda setting, evaluation, form: {"of": form})
+    monkeypatch.setattr(command, "write_files", lambda *facts, other: written.append((*facts, other)))
+    for out in (None, "out"):
+        command.evaluate_folds("sweep", (), World.solo(), None, split="val", out=out, form="json")
+        one: Any = {"of": "json"}
+        results = one if settings == 1 else {"settings": [one] * settings}
+        expected = (Path(out or "sweep"), results, ["evaluation"] * settings, "json", "")
+        assert written == [expected] * bool(settings)
+        written.clear()
+    for other in ("train", "test"):
+        with pytest.raises(InputError, match=f"--split {other}: a sweep is .*evaluate sweep/best --split {other}$"):
+            command.evaluate_folds("sweep", (), World.solo(), None, split=other, out=None, form="json")
+
+
+def test_a_folder_for_the_results_has_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "nowhere"):
+        with pytest.raises(InputError, match=f"--out is {tmp_path}/{name}, expected a folder that exists"):
+            command.evaluate("run", (), split="val", device=None, out=str(tmp_path / name))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("form", ["table", "json"])
+@pytest.mark.parametrize("overrides", [[], ["dataset.limit=2"]], ids=str)
+@pytest.mark.parametrize(("place", "out"), [("run", None), ("run", "out"), (None, None), (None, "out")])
+def test_an_evaluation_says_its_data_and_is_written_beside_its_weights_or_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    split: str,
+    form: str,
+    overrides: list[str],
+    place: str | None,
+    out: str | None,
+) -> None:
+    run: Any = SimpleNamespace(path=Path(place)) if place else None
+    model = SimpleNamespace(card=card("classes", *"abcdef"))
+    vars(model.card).update(trained_on={"sha256": "own"}, step=7, score="91 % top-1")
+    labels, written = torch.tensor([0, 1]), list[Any]()
+    result = Evaluation(model.card, [part(labels, labels, torch.ones(2))], {"top1": 50.0, "loss": math.nan}, {})
+    source = SimpleNamespace(path="photos", notes=lambda: ["few photos"], val_share=0.5, part="split")
+    source.located = lambda: source
+    steps = {
+        "find_weights": lambda path: Path(path, "model.safetensors"),
+        "run_of": lambda file: run,
+        "load_predictor": lambda file, device: model,
+        "say_which": lambda file, of: None,
+        "split_for": lambda predictor, own, words, name, threads: (result.parts[0].split, source),
+        "fingerprint_of": lambda data: sha256,
+        "evaluated": lambda trials, world: result,
+        "write_files": lambda *facts: written.append(facts),
+    }
+    for name, step in steps.items():
+        monkeypatch.setattr(command, name, step)
+    for sha256, trained_on, is_other in (
+        ("own", {"sha256": "own"}, False),
+        ("x", {}, False),
+        ("x", {"sha256": "y"}, True),
+    ):
+        model.card.trained_on = trained_on
+        command.evaluate_weights("weights", overrides, World.solo(), None, split=split, out=out, form=form)
+        shown = capsys.readouterr()
+        notes = ["few photos", f"the {split} split is a share of these images, by dataset.val_share=0.5"] * is_other
+        assert shown.err.splitlines() == [f"warning: {note}" for note in notes]
+        folder, facts, evaluations, kind, other = written.pop()
+        assert folder == Path(out or place or "")
+        assert other == ("-dataset.limit=2" if overrides and place and out is None else "")
+        assert (evaluations, kind) == ([result], form)
+        data = {"path": str(Path("photos").absolute()), "overrides": overrides, "sha256": sha256}
+        assert facts["data"] == data
+        assert {name: facts[name] for name in ("weights", "step", "dataset", "split", "images", "top1", "loss")} == {
+            "weights": "model.safetensors",
+            "step": 7,
+            "dataset": "SimpleNamespace",
+            "split": split,
+            "images": 2,
+            "top1": 50.0,
+            "loss": None,
+        }
+        if form == "json":
+            assert shown.out == ""
+            continue
+        words = {"train": "training", "val": "evaluation"}[split]
+        first, scores, *lines = shown.out.splitlines()
+        assert first == f"2 images of the {words} split of SimpleNamespace, weights of step 7"
+        assert scores == "top-1 50.00 %  loss –"
+        assert lines[: 1 + (split == "val")] == [*["in training it was 91 % top-1"] * (split == "val"), "each class:"]
+    source.path = None
+    command.evaluate_weights("weights", overrides, World.solo(), None, split=split, out=out, form=form)
+    assert written.pop()[1]["data"]["path"] is None
+
+
+@pytest.mark.parametrize(
+    ("typed_threads", "of_run", "expected"),
+    [
+        *((None, 2, [2]), (None, 8, [4]), (None, "auto", []), (None, None, [])),
+        *((3, 2, [3]), (9, "auto", [9]), (3, None, [3])),
+    ],
+)
+@pytest.mark.parametrize("targets", ["classes", "labels"])
+def test_a_split_is_evaluated_with_the_threads_the_metrics_and_the_labels_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, typed_threads: int | None, of_run: Any, expected: list[int], targets: str
+) -> None:
+    labels = torch.tensor([0, 1, 1])
+    examples = {name: part(labels + at).split.examples for at, name in enumerate(("train", "val"))}
+    splits = {"train": lambda: examples["train"], "eval": lambda: examples["val"], "test": lambda: None}
+    source = SimpleNamespace(part="folder", read_as=lambda chosen, card: chosen, **splits)
+    config, threads, typed = {"metric": {"f1": {}}, "launcher": "node"}, list[int](), list[str]()
+    monkeypatch.setattr(command, "data_of", lambda run, overrides: source)
+    monkeypatch.setattr(command, "with_sizes", lambda data, card: data)
+    monkeypatch.setattr(command, "with_targets", lambda data, of: typed.append(of) or data)
+    monkeypatch.setattr(command, "check_data", lambda model, data: torch.tensor([5, 7, 9]))
+    monkeypatch.setattr(command, "cores", lambda: 4)
+    monkeypatch.setattr(command.components, "read_config", lambda path: config)
+    monkeypatch.setattr(command.components, "build_stored", lambda group, node: SimpleNamespace(threads=of_run))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    model, run = predictor("a", "b", targets=targets), None if of_run is None else SimpleNamespace(config="config")
+    for name, own in (("train", [5, 7, 7]), ("val", [7, 9, 9])):
+        chosen, data = command.split_for(model, run, (), name, typed_threads)  # type: ignore[arg-type]
+        assert (chosen.examples, data) == (examples[name], source)
+        assert chosen.labels.tolist() == (own if targets == "classes" else examples[name].labels.tolist())
+        assert chosen.metrics == (None if run is None else {"f1": {}})
+    assert (threads, typed) == (expected * 2, ["labels"] * (2 * (targets == "labels")))
+    for of, remedy in (("folder", "name it with dataset.test_folder=NAME"), ("", "name data that has one")):
+        source.part = of
+        with pytest.raises(InputError, match=f"--split is test, but the data has no test split; {remedy}$"):
+            command.split_for(model, run, (), "test", typed_threads)  # type: ignore[arg-type]
