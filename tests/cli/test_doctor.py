@@ -170,12 +170,13 @@ def test_of_a_step_that_takes_long_a_few_images_are_tried_and_lighter_work_is_na
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examination, "LONG_CPU_STEP_S", 0.0)
+    monkeypatch.setattr(settings, "WORTH", 0.0)
     monkeypatch.setattr(examination, "micro_batches_that_fit", None)  # is not called
     findings = of_photos(photos, "dataset.decode_size=64", "batch=12").findings
     texts = {item.check: item.text for item in findings}
     assert re.match(r"a step in micro-batches of 12 images takes about \d+ s: it was not tried \(", texts["memory"])
     assert texts["time"].startswith("the run takes about 0:0")
-    assert re.search(r": model=mobilenetv3_small_100 \d+x, dataset.input_size=32 dataset.decode", texts["speed"])
+    assert re.search(r": model=mobilenetv3_small_100 [\d.]+x, dataset.input_size=32 dataset.decode", texts["speed"])
 
 
 def as_csv(photos: Path) -> tuple[str, ...]:
@@ -804,13 +805,18 @@ def test_a_step_of_more_than_two_seconds_is_slow_on_a_cpu(
     assert examination._slow_rate(replace(job, batch=8), World.solo()) is None, "a few images are tried anyway"
 
 
-def test_lighter_work_is_a_smaller_model_where_it_could_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = resolved(*FAKE_JOB)
-    for rate, words in ((40.0, "model=mobilenetv3_small_100 4x"), (None, "")):
-        monkeypatch.setattr(settings, "training_rate", lambda job, world, rate=rate: rate)
-        finding = settings.lighter_work(job, World.solo(), 10.0)
-        expected = f"the steps take long on this CPU: {words} the images per second (another run), or a GPU"
-        assert (finding.check, finding.level, finding.text) == ("speed", "warning", expected)
+@pytest.mark.parametrize("rate", [40.0, 11.0, 10.9, 10.0, 4.0, None])
+def test_lighter_work_is_a_smaller_model_where_it_is_worth_a_change(
+    monkeypatch: pytest.MonkeyPatch, rate: float | None
+) -> None:
+    monkeypatch.setattr(settings, "training_rate", lambda job, world: rate)
+    finding = settings.lighter_work(resolved(*FAKE_JOB), World.solo(), 10.0)
+    words = {
+        40.0: "model=mobilenetv3_small_100 4.0x the images per second (another run), or",
+        11.0: "model=mobilenetv3_small_100 1.1x the images per second (another run), or",
+    }.get(rate, "use a smaller model or")
+    expected = f"the steps take long on this CPU: {words} a GPU"
+    assert (finding.check, finding.level, finding.text) == ("speed", "warning", expected)
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,15 @@ def other_settings(job: ResolvedJob, world: World) -> Finding:
 
 
 def lighter_work(job: ResolvedJob, world: World, now: float) -> Finding:
-    """Which smaller input or model is faster on a CPU where the job trains on `now` images per second."""
+    """Which smaller input or model is worth a change on a CPU where the job trains on `now` images per second."""
     others = {f"model={SMALL_MODEL}": replace(job, model=Timm(name=SMALL_MODEL))}
     if isinstance(job.dataset, FileSource) and (side := job.dataset.enlarged_side()) is not None:
         source = replace(job.dataset, input_size=side, decode_size=side)
         others[f"dataset.input_size={side} dataset.decode_size={side}"] = replace(job, dataset=source)
-    rates = {name: training_rate(other, world) for name, other in others.items()}
-    shown = [f"{name} {rate / now:.0f}x" for name, rate in rates.items() if rate is not None]
-    text = f"the steps take long on this CPU: {', '.join(shown)} the images per second (another run), or a GPU"
-    return Finding("speed", text, Level.warning)
+    gains = {name: (training_rate(other, world) or 0.0) / now for name, other in others.items()}
+    faster = [f"{name} {gain:.1f}x" for name, gain in gains.items() if gain >= WORTH]
+    remedy = f"{', '.join(faster)} the images per second (another run), or " if faster else "use a smaller model or "
+    return Finding("speed", f"the steps take long on this CPU: {remedy}a GPU", Level.warning)
 
 
 def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int) -> dict[str, ResolvedJob]:
