@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.core.model import has_batchnorm
 from lockstep.core.world import World
-from lockstep.strategy.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, convert_sync_batchnorm
+from lockstep.strategy.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, _dense, convert_sync_batchnorm
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -192,3 +192,15 @@ def test_the_compiler_traces_it_without_a_break() -> None:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(traced.state_dict()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6)])
+def test_an_input_keeps_a_format_without_gaps_and_loses_any_other(shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape)
+    kept = [x]
+    if len(shape) > 3:
+        kept.append(x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d))
+    assert all(_dense(one) is one for one in kept)
+    with_gaps = torch.rand(*shape[:-1], 2 * shape[-1])[..., ::2]
+    assert _dense(with_gaps).is_contiguous()
+    assert torch.equal(_dense(with_gaps), with_gaps)

@@ -238,8 +238,11 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "tar": (_tar, "it begins with b'sys_info"),
     "cut": (_cut, "it begins with b'PK"),
     "text": (lambda file: file.write_text("hello\n"), "it begins with b'hello"),
-    "page": (lambda file: file.write_text("\n<!DOCTYPE html><p>Sign in"), r"it begins with b'\n<!DOCTYPE html>"),
-    "lfs": (lambda file: file.write_text("version https://git-lfs.github.com\n"), "it begins with b'version https:"),
+    "page": (lambda file: file.write_text("\n<!DOCTYPE html><p>Sign in"), r"it begins with b'\n<!DOCTYPE html>',"),
+    "lfs": (
+        lambda file: file.write_text("version https://git-lfs.github.com\n"),
+        "it begins with b'version https://',",
+    ),
     "empty": (Path.touch, "it is empty"),
     "list": (lambda file: _archive(file, [1, 2]), "it begins with b'PK"),
 }

@@ -45,7 +45,7 @@ from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import RUNG_END, STOPPED_EARLY
 from lockstep.sweeps import line as line_of_sweep
-from lockstep.sweeps import pool_launcher, search
+from lockstep.sweeps import pool, pool_launcher, search
 from lockstep.sweeps.devices import Devices, Needs, Share
 from lockstep.sweeps.line import (
     FILES,
@@ -1618,3 +1618,15 @@ def test_the_parameters_of_a_sweeper_come_before_the_words_of_the_line_which_win
     sweeper.setup(launcher, OmegaConf.create({"hydra": {"sweeper": {"params": {"seed": "1,2"}}}}))
     sweeper.sweep(words)
     assert [" ".join(job) for job in launched] == jobs
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_job_is_forked_where_the_system_can_and_else_a_fresh_interpreter(
+    can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a system without fork does is pretended; each way of its own is run by the tests of sweeps."""
+    for name in ("forked", "fresh"):
+        monkeypatch.setattr(pool, name, lambda *words, name=name: (name, *words))
+    monkeypatch.setattr(pool, "can_fork", lambda: can)
+    given_on: Any = ("ledger", "job", "share")
+    assert pool.start_process(*given_on) == ("forked" if can else "fresh", *given_on)

@@ -305,8 +305,8 @@ def test_few_batches_on_a_gpu_wait_for_their_steps(monkeypatch: pytest.MonkeyPat
     train, events, numbers = Digits().train(), list[str](), itertools.count()
 
     def event(blocking: bool = False) -> Any:
-        number = next(numbers)
-        return SimpleNamespace(record=lambda stream: None, synchronize=lambda: events.append(f"batch {number} begun"))
+        waits = f"{'asleep' if blocking else 'busy'} until batch {next(numbers)} has begun"
+        return SimpleNamespace(record=lambda stream: None, synchronize=lambda: events.append(waits))
 
     def copied(image: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
         events.append("copy")
@@ -323,7 +323,10 @@ def test_few_batches_on_a_gpu_wait_for_their_steps(monkeypatch: pytest.MonkeyPat
     read = Streaming(workers=0).feed(train, World.solo("cuda:7"))
     assert len(list(read((0, torch.arange(4)) for _ in range(BATCHES_AHEAD + 3)))) == BATCHES_AHEAD + 3
     # A batch is copied while the one before it is handed over.
-    assert events == ["copy"] * (BATCHES_AHEAD + 1) + ["batch 0 begun", "copy", "batch 1 begun", "copy"]
+    assert events == [
+        *["copy"] * (BATCHES_AHEAD + 1),
+        *("asleep until batch 0 has begun", "copy", "asleep until batch 1 has begun", "copy"),
+    ]
 
 
 @pytest.mark.parametrize(("free_gb", "steps"), [(160, 43), (80, 33), (8, 3), (0.1, 1)])

@@ -159,7 +159,10 @@ def test_accelerate_leaves_a_rank_its_threads(monkeypatch: pytest.MonkeyPatch) -
     try:
         built = ddp.accelerator(torch.device("cpu"), find_unused_parameters=True)
         assert (torch.get_num_threads(), built.cpu, built.mixed_precision) == (3, True, "no")
-        assert built.kwargs_handlers[0].find_unused_parameters
+        assert built.kwargs_handlers[0].to_kwargs() == {
+            "find_unused_parameters": True,
+            "gradient_as_bucket_view": True,
+        }
     finally:
         torch.set_num_threads(before)
 
