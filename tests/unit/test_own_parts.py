@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
@@ -18,13 +19,14 @@ from lockstep.core.errors import InputError, shown
 from lockstep.core.figures import check_declared, check_figures, figures_of, is_of_option
 from lockstep.core.model import UpdateScope, blocks, head_parameters
 from lockstep.core.model_card import CLASSES, ModelCard
+from lockstep.core.observer import TrainingRun
 from lockstep.core.protocols import Loss
 from lockstep.core.world import World
 from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
-from lockstep.job.validate import check_targets, named_objects
+from lockstep.job.validate import check_targets, check_whole_steps, named_objects
 from lockstep.losses import BCE, MSE, CrossEntropy, MaskedLoss, check_losses
-from lockstep.optim import SGD, AdamW, Muon, Timm
+from lockstep.optim import SAM, SGD, AdamW, Muon, Timm
 from lockstep.optim.optimizers import OptimizerOption, UsualRate
 from lockstep.strategy import DDP, FSDP, Pipeline, ZeRO
 from lockstep.strategy.base import Single
@@ -260,6 +262,32 @@ def test_an_object_and_a_callback_of_the_config_cannot_have_one_figure() -> None
     assert [*named_objects(job, [Other()])] == ["Other"]
     with pytest.raises(InputError, match=r"^callback: another option has the figure 'my/a', too; rename it"):
         named_objects(job, [Other(), Mine()])
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"optimizer": SAM()}, "optimizer=sam computes several gradients in a step, of which after_backward of the"),
+        ({"train.cuda_graph": True}, "train.cuda_graph is true, but no replay calls after_backward of the callbacks"),
+        ({}, None),
+    ],
+)
+def test_no_callback_acts_between_the_parts_of_a_step_that_has_none(
+    changed: dict[str, Any], sentence: str | None
+) -> None:
+    class Between(lockstep.Callback):
+        def after_backward(self, run: TrainingRun) -> None: ...
+
+    class After(lockstep.Callback):
+        def step_end(self, run: TrainingRun) -> None: ...
+
+    job = resolved(*FAKE)
+    train = replace(job.train, cuda_graph=changed.get("train.cuda_graph", False))
+    job = replace(job, optimizer=changed.get("optimizer", job.optimizer), train=train)
+    check_whole_steps(job, {"after": After()})
+    refused = pytest.raises(InputError, match=f"{sentence}.* between, too\\b") if sentence else nullcontext()
+    with refused:
+        check_whole_steps(job, {"after": After(), "between": Between(), "too": Between()})
 
 
 def test_a_figure_of_an_option_is_a_tag_that_begins_in_its_own_way() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.core import rng
 from lockstep.core.data_protocols import Shard
 from lockstep.stochastic import numbers
-from lockstep.stochastic.numbers import below, forward_keys, normal, random_bits, uniform_from_bits
+from lockstep.stochastic.numbers import ForwardKeys, below, forward_keys, normal, random_bits, uniform_from_bits
 
 EXAMPLES, ELEMENTS = 4096, 1024
 
@@ -125,3 +125,17 @@ def test_a_mix_partner_has_no_key_and_changes_no_other(number: int) -> None:
     mixed = Shard(7, 2, rows, rows, rows, 8, 0, 1, mix_partner=True)
     assert torch.equal(forward_keys(3, mixed), forward_keys(3, Shard(7, 2, *[rows[:number]] * 3, 8, 0, 1)))
     assert forward_keys(3, mixed).shape == (number, 2)
+
+
+@pytest.mark.parametrize("examples", [0, 1, 3])
+def test_a_draw_has_two_words_for_each_example_or_two_for_the_whole_batch(examples: int) -> None:
+    shard = Shard(2, 1, torch.empty(examples, 1), *2 * (torch.arange(examples),), 8, 0, 1)
+    keys, own = forward_keys(5, shard), ForwardKeys()
+    own.draws = 2
+    own.set(keys)
+    for number in range(2):
+        expected = rng.draw(keys, torch.tensor([number])).view(torch.int32).view(examples, 2, 2)
+        assert torch.equal(own.words(number, -1, of_batch=False), expected[:, 0])
+        assert own.words(number, -1, of_batch=True).shape == (1, 2)
+        if examples:
+            assert torch.equal(own.words(number, -1, of_batch=True), expected[:1, 1])
