@@ -767,6 +767,23 @@ def test_the_time_of_a_run_is_that_of_its_steps_and_its_evaluations(
     assert examination._time(job, World.solo()).level == "warning"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_gpus_costs_their_hours(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs are pretended: what is built for the trial is built on the CPU."""
+    for name in ("build_data", "configure_torch"):
+        build = getattr(examination, name)
+        monkeypatch.setattr(examination, name, lambda job, world, build=build: build(job, World.solo()))
+    monkeypatch.setattr(examination, "_seconds_of_step", lambda parts: (0.0, 450.0))
+    monkeypatch.setattr(examination, "_seconds_of_evaluated_image", lambda parts, most: 0.0)
+    rate, most = "cost.usd_per_gpu_hour=3", "budget.usd={}"
+    words = (*TIMED, f"launcher.ranks={ranks}", "strategy=ddp", rate)
+    cost = 4 * 450 / 3600 * ranks * 3.0  # four steps
+    for budget, level in ((cost - 0.01, "warning"), (cost, "ok")):
+        finding = examination._time(resolved(*words, most.format(budget)), World.solo("cuda:0"))
+        assert f", {cost:.2f} USD" in finding.text
+        assert ("ends it before" in finding.text, finding.level) == (level == "warning", level)
+
+
 @pytest.mark.parametrize(
     ("words", "fitting", "level", "text"),
     [

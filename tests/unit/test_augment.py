@@ -94,6 +94,16 @@ def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[in
     assert torch.equal(augment.apply(batch, rng, (9, 9)), torch.stack(expected))
 
 
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_image_is_mirrored_below_its_share_and_not_at_it(alternate: bool, epoch: int) -> None:
+    numbers = torch.tensor([0.0, 0.25, 0.5])
+    rng: Any = SimpleNamespace(epoch=epoch, uniform=lambda which: numbers, epoch_invariant=lambda which: numbers)
+    for flip, below in ((0.0, [False] * 3), (0.25, [True, False, False]), (0.5, [True, True, False])):
+        mirrored = CropFlip(flip=flip, alternate=alternate)._mirrored(rng).tolist()
+        assert mirrored == [share != (alternate and epoch == 1) for share in below]
+
+
 def test_reflection_repeats_in_an_image_smaller_than_the_padding() -> None:
     image = torch.tensor([[[[10, 20, 30]]]], dtype=torch.uint8)
     rng = SampleRNG(0, 0, torch.arange(500))

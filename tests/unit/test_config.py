@@ -400,6 +400,12 @@ def test_the_annotations_of_a_config_are_those_that_say_something() -> None:
     assert options.annotations_of({"notes": "", "tags": []}) == {}
 
 
+@pytest.mark.parametrize("group", [*GROUPS, "experiment"])
+def test_the_options_of_a_group_are_listed_by_name(group: str) -> None:
+    names = options.options_of(group)
+    assert names == sorted(names) != []
+
+
 def test_several_options_of_a_group_have_the_order_of_their_config() -> None:
     nodes = {name: components.node(F1()) for name in ("second", "first", "third")}
     built = components.build_many("metric", nodes)

@@ -40,6 +40,12 @@ def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long_and_of
     assert examples == tried
 
 
+@pytest.mark.parametrize("fitting", [0, 8])
+def test_a_step_that_does_not_fit_has_no_rate(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "stopwatch", lambda job, world, count: (lambda: 0.1) if count <= fitting else None)
+    assert training_rate(resolved("batch=64"), World.solo()) is None
+
+
 def test_a_trial_needs_neither_two_examples_nor_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     job = resolved("model=test_resnet", "dataset=fake", "dataset.size=16", "batch=1")
     dry_run_step(job, World.solo(), 1)()

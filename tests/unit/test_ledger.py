@@ -951,6 +951,20 @@ def add(job: JobRun, *lines: dict[str, float]) -> None:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
 
 
+@pytest.mark.parametrize("early", [None, "{}"])
+def test_a_job_that_has_told_nothing_yet_is_read_again(running: JobRun, early: str | None) -> None:
+    summary = running.run_dir.summary
+    (whole := summary.read_text()) and summary.unlink()
+    if early is not None:
+        summary.write_text(early)
+    progress = JobProgress(running)
+    progress.update(running.record, 1.0)
+    assert (progress.steps, progress.steps_per_epoch) == (0, 0)
+    summary.write_text(whole)
+    progress.update(running.record, 1.0)
+    assert (progress.steps, progress.steps_per_epoch) == (40, 16)
+
+
 def test_a_running_job_shows_how_far_it_is(running: JobRun) -> None:
     progress, metrics = JobProgress(running), running.run_dir.metrics
     progress.update(running.record, 1.0)

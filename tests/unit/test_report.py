@@ -713,6 +713,10 @@ def test_the_lines_of_a_sweep_are_drawn_up_to_the_best_which_is_marked(axes: Mag
     assert labels == [("4", 0), ("0", 0), *((f"{number}", 1) for number in (4, 3, 2, 1, 0))], (
         "the ends of a long scale"
     )
+    axes.reset_mock()
+    pictures.parallel(["a", "b"], [[value, "b"] for value in (1, 2, 3, 4, "auto")], [0.0] * 5)
+    labels = [call.args[0] for call in axes.annotate.call_args_list]
+    assert labels == ["auto", "4", "3", "2", "1", "b"], "each of a column with a text"
 
 
 @pytest.mark.parametrize(

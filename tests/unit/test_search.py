@@ -86,6 +86,23 @@ def test_trials_that_were_cut_are_the_first_that_run_again(tmp_path: Path) -> No
     assert [trial.state.name for trial in study_in(tmp_path).trials] == ["COMPLETE"] * 4
 
 
+def test_a_search_that_was_made_shorter_goes_on_with_no_trial_of_before(tmp_path: Path) -> None:
+    scores = iter([1.0, 2.0])
+
+    def cut_after_two(job: dict[str, str]) -> float:
+        if (score := next(scores, None)) is None:
+            raise SystemExit(75)
+        return score
+
+    with pytest.raises(SystemExit):
+        sweeper(tmp_path, Launcher(cut_after_two), n_trials=5).sweep([*LINE])
+    shorter = Launcher(lambda job: 3.0)
+    sweeper(tmp_path, shorter, n_trials=2).sweep([*LINE])
+    assert shorter.launched == []
+    sweeper(tmp_path, shorter, n_trials=3).sweep([*LINE])
+    assert len(shorter.launched) == 1
+
+
 def test_a_job_without_a_score_fails_its_trial_and_says_why(tmp_path: Path) -> None:
     sweeper(tmp_path, Launcher(lambda job: float("nan")), n_trials=2).sweep([*LINE])
     for trial in study_in(tmp_path).trials:
