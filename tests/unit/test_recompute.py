@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers import FAKE, resolved, train
 from lockstep.core.errors import InputError
-from lockstep.core.model import BatchNorm
+from lockstep.core.model import BatchNorm, blocks
 from lockstep.job.validate import check_job
 from lockstep.models import Linear
 from lockstep.stochastic import key_draws
@@ -24,6 +24,14 @@ FAMILIES = {
     "test_efficientnet": {"drop_path_rate": 0.3},
     "densenet121": {"growth_rate": 4, "block_config": (2, 2), "drop_rate": 0.0},
 }
+
+
+def test_a_large_layer_alone_has_nothing_to_compute_again() -> None:
+    pair = [nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), *pair)
+    assert [*blocks(model)] == [*model[1:]], "but is gathered alone"
+    recompute_blocks(model)
+    assert [type(layer) in (nn.Linear, nn.Sequential) for layer in model] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -28,8 +28,7 @@ class Callbacks(Observers):
         self.callbacks = callbacks
 
     def label(self, observer: Any) -> str:
-        names = [name for name, callback in self.callbacks.items() if callback is observer]
-        return f"callback {names[0]}" if names else super().label(observer)
+        return next(f"callback {name}" for name, callback in self.callbacks.items() if callback is observer)
 
     def tell(self, moment: str, *values: Any) -> None:
         """Call a method of each callback. Raises LockstepError: one has raised, with the line of the user's file."""
