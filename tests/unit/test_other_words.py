@@ -111,6 +111,8 @@ def test_the_sentence_has_the_value_of_the_user(words: str, proposal: str, monke
 def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
     words = (("use_amp", "false"), ("zzz", "1"), ("model.name", "x"), ("opt", "zzz"))
     assert {suggest_override(*word) for word in words} == {""}
+    sentence = messages._no_such_key("zzz", ["train.mixup", "epochs"])
+    assert sentence == "zzz: there is no such key in the config. `lockstep train --cfg job` shows them all."
     with pytest.raises(InputError, match=r"--zzz is not a flag .*--cfg job"):
         command_line.checked_words(["--zzz"], get_args_parser())
     with pytest.raises(InputError, match=r"^--config may be --config-path, --config-name, .*: --config-name NAME$"):
