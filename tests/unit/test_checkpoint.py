@@ -985,3 +985,11 @@ def test_the_damage_of_a_newer_checkpoint_is_told_to_whoever_asks(run: RunDir) -
     assert newest_of_run(run, sentences.append) == run.checkpoints / "step-00000001"
     (sentence,) = sentences
     assert sentence.startswith(f"checkpoint {second} is damaged (")
+
+
+def test_a_manifest_lists_the_files_by_name_whatever_the_order_of_the_folder(tmp_path: Path) -> None:
+    names = [f"{number:02}" for number in range(40)]
+    for name in reversed(names):
+        (tmp_path / name).write_text(name)
+    written = json.loads(manifest_text(tmp_path))
+    assert [*written["bytes"]] == [*written["sha256"]] == names

@@ -171,6 +171,10 @@ def test_who_launched_a_rank_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
     assert started_by() is Starter.script
     set_environment(monkeypatch, SLURM_PROCID="0", TORCHELASTIC_RUN_ID="none")
     assert started_by() is Starter.torchrun
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert started_by() is Starter.srun
+    set_environment(monkeypatch, RANK="1")
+    assert started_by() is Starter.script, "a script of sbatch is task 0, whatever its ranks are"
     labels = {starter.value: (starter.label, starter.cause) for starter in Starter}
     assert labels == {
         "torchrun --nproc-per-node": ("torchrun", "torchrun"),
