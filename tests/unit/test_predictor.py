@@ -132,6 +132,26 @@ def test_a_photo_of_every_fit_is_averaged_over_every_number_of_views(of_photos: 
     torch.testing.assert_close(predictor.values(next(of_photos.path.parent.rglob("*.png"))), expected)
 
 
+@pytest.mark.parametrize("views", VIEWS)
+def test_an_evaluation_of_a_file_averages_as_many_views_as_its_run(digits: RunDir, views: int) -> None:
+    loaded = lockstep.load(digits.path, device="cpu")
+    predictor = replace(loaded, card=replace(loaded.card, eval_views=views))
+    figures = evaluate_split(predictor, Digits().eval()).figures
+    assert (figures["loss"], figures["top1"]) == pytest.approx(own_scores(predictor, digits))
+    assert (figures["loss"] == evaluate_split(loaded, Digits().eval()).figures["loss"]) == (views == 1)
+
+
+def test_pixels_that_overshoot_are_black_or_white(of_photos: RunDir) -> None:
+    loaded = lockstep.load(of_photos.path, device="cpu")
+    card = replace(loaded.card, image_shape=(3, 24, 24), input_shape=(3, 40, 40), interpolation="bicubic")
+    predictor = replace(loaded, card=card, transforms=replace(loaded.transforms, preprocessing=card))
+    halves = torch.zeros(1, 3, 24, 24, dtype=torch.uint8)
+    halves[..., 12:] = 255
+    seen = predictor.cropped(halves)[0]
+    assert torch.equal(seen.flip(-1), 255 - seen)
+    assert (seen[..., 20:] > 128).all(), "the bright half has nothing dark"
+
+
 @pytest.mark.parametrize("precision", [FP32(), FP64(), BF16Pure()], ids=repr)
 def test_the_input_of_a_model_has_the_format_of_its_precision(digits: RunDir, precision: Precision) -> None:
     predictor = load_predictor(digits.path, device="cpu", precision=precision)
