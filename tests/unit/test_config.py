@@ -7,6 +7,7 @@ import importlib
 import inspect
 import itertools
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -548,3 +549,26 @@ def test_words_in_one_pair_of_quotes_are_proposed_if_all_of_them_are_overrides(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     assert messages._quoted(words[0]) == proposal
+
+
+@pytest.mark.parametrize(
+    ("words", "proposal"),
+    [
+        (["name", "a:b"], "name=a:b"),
+        (["name", "{a"], "'name=\"{a\"'"),
+        (["name", "x y"], "'name=x y'"),
+        (["name=", "[1"], "'name=\"[1\"'"),
+        (["name", "=", "a"], "name=a"),
+        (["name", "=a"], "name=a"),
+        (["name", "seed=1"], ""),
+        (["name", "-m"], ""),
+        (["name"], ""),
+    ],
+    ids=str,
+)
+def test_a_key_and_the_value_behind_a_space_are_proposed_in_the_words_that_hydra_reads(
+    words: list[str], proposal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    assert messages._joined(words[-1] if words[0].endswith("=") else words[0]) == proposal
+    assert all(messages.parsed(word) is not None for word in shlex.split(proposal))

@@ -46,6 +46,16 @@ def test_a_step_that_does_not_fit_has_no_rate(fitting: int, monkeypatch: pytest.
     assert training_rate(resolved("batch=64"), World.solo()) is None
 
 
+@pytest.mark.parametrize(("device", "waits"), [("cuda:1", ["step", "cuda:1"]), ("cpu", ["step"])])
+def test_a_step_has_been_timed_when_its_device_has_done_it(
+    device: str, waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = list[str]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda waited: order.append(str(waited)))
+    assert dry_run.timed(lambda: order.append("step"), torch.device(device)) >= 0
+    assert order == waits
+
+
 def test_a_trial_needs_neither_two_examples_nor_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     job = resolved("model=test_resnet", "dataset=fake", "dataset.size=16", "batch=1")
     dry_run_step(job, World.solo(), 1)()

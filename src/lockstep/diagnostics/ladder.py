@@ -89,10 +89,10 @@ class Rung:
             facts = {"data-root": job.data_root, "epochs": job.epochs, "seed": job.seed}
             return [sys.executable, str(self.script), *(f"--{key}={value}" for key, value in facts.items())]
         where = (commands.override("hydra.run.dir", folder), commands.override("output_root", folder.parent))
-        launcher = [*self.launcher[1:], "-m"] if self.launcher else ["-m"]
         # Without this folder torchrun makes one among the temporary ones, which stays there.
         torchrun = ["-m", "torch.distributed.run", f"--log-dir={os.devnull}"] if self.launcher else []
-        return [sys.executable, *torchrun, *launcher, "lockstep", "train", *overrides, *self.words, *FIXED, *where]
+        program = [sys.executable, *torchrun, *self.launcher[1:], "-m", "lockstep", "train"]
+        return [*program, *overrides, *self.words, *FIXED, *where]
 
 
 def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path], own: str = "") -> Iterator[Rung]:
