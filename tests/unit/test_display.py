@@ -374,6 +374,9 @@ def test_a_command_without_a_terminal_says_now_and_then_how_far_it_is(
             assert captured.out == "", "predictions may be read by a program"
             stderr += captured.err
     assert "progress" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(KeyError, match="of the work"), progress("predicting"):
+        raise KeyError("of the work")
+    assert "progress" not in {thread.name for thread in threading.enumerate()}, "nothing is said after the end"
 
 
 def test_no_bar_moves_where_another_program_shows_the_results() -> None:

@@ -129,3 +129,15 @@ def test_the_record_of_examples_has_the_index_of_each_example(tmp_path: Path, sa
     assert {*pixels} == {*range(len(pixels))}
     assert {line["index"] for line in lines["run"]} <= {*pixels}
     assert all(line["hash"] == pixels[line["index"]] for line in lines["run"])
+
+
+def test_each_repetition_of_an_example_in_an_epoch_is_augmented_in_its_own_way(tmp_path: Path) -> None:
+    job = ("model=linear", "train.repeats=4", "epochs=1", "batch=64", "telemetry.samples=true")
+    run = train_here(tmp_path / "run", *job)
+    hashes: dict[int, list[int]] = {}
+    for line in map(json.loads, (run.logs / "rank0.samples.jsonl").read_text().splitlines()):
+        hashes.setdefault(line["index"], []).append(line["hash"])
+    repeated = [own for own in hashes.values() if len(own) == 4]
+    assert len(repeated) > 100
+    # Nine shifts by up to a pixel: 4 equal ones come once in 700.
+    assert sum(len({*own}) > 1 for own in repeated) > 0.95 * len(repeated)

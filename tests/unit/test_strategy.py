@@ -35,7 +35,7 @@ from lockstep.strategy import (
     Single,
     Strict,
 )
-from lockstep.strategy.base import share_weights
+from lockstep.strategy.base import Autocasting, share_weights
 from lockstep.strategy.ddp import LARGE_GRADIENT, LAUNCH_SETTINGS, HookedReplica
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.zero import ZeROOptimizer, assign, blocks
@@ -132,6 +132,10 @@ def test_low_precision_needs_16_bits_and_strict_shards_that_make_a_tree() -> Non
     FSDP(low_precision=True).check_parts(AdamW(), BF16(), 1)
     with pytest.raises(InputError, match=r"computes in float32, .* use precision=bf16, or remove strategy\.low_"):
         FSDP(low_precision=True).check_parts(AdamW(), FP32(), 1)
+    with pytest.raises(
+        InputError, match=r"computes in bfloat16, in which the parameters are stored; use precision=bf"
+    ):
+        FSDP(low_precision=True).check_parts(AdamW(), BF16Pure(), 1)
     for shards in (3, 6, 12):
         with pytest.raises(InputError, match=rf"is {shards}, expected a power of two: strategy.shards=4"):
             Strict(shards=shards)
@@ -435,3 +439,10 @@ def test_fsdp_adds_gradients_in_the_format_of_the_weights(monkeypatch: pytest.Mo
     for low_precision, format_ in ((False, None), (True, torch.bfloat16)):
         FSDP(low_precision=low_precision).cut(nn.Linear(2, 2), world(2), BF16())
         assert (policies[-1].param_dtype, policies[-1].reduce_dtype) == (format_, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_replica_computes_in_the_format_of_the_precision(dtype: torch.dtype | None) -> None:
+    replica = Autocasting(nn.Linear(2, 3))
+    replica.dtype = dtype
+    assert replica(torch.ones(1, 2)).dtype == (dtype or torch.float32)

@@ -77,3 +77,19 @@ def test_a_run_trains_small_and_evaluates_large(tmp_path: Path, capsys: pytest.C
 def test_a_size_that_does_not_fit_is_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         check_job(resolved(*PHOTOS, *words))
+
+
+@pytest.mark.parametrize(
+    ("words", "shapes"),
+    [
+        ((), [(1, 8, 8)]),
+        (("dataset.input_size=12",), [(1, 12, 12)]),
+        (("dataset.input_size=12", "train.size=[6,10]"), [(1, 6, 10)]),
+        (("dataset.input_size=12", "train.sizes={0: 6, 3: [10,6]}"), [(1, 6, 6), (1, 10, 6)]),
+    ],
+)
+def test_a_job_says_the_shapes_of_its_training_images(words: tuple[str, ...], shapes: list[tuple[int, ...]]) -> None:
+    job = resolved("dataset=digits", *words)
+    assert job.train_shapes == shapes
+    assert job.train_shape == shapes[-1]
+    assert job.dataset.image_shape == (1, 8, 8)
