@@ -155,6 +155,15 @@ def test_a_run_of_workers_chosen_by_trials_is_the_run_without_them_and_keeps_the
     assert loader == {"_target_": "lockstep.data.loading.Streaming", "prefetch": 2}
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_whether_a_step_fits_changes_no_random_number_and_no_number_of_threads(apart: bool) -> None:
+    torch.manual_seed(3)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    assert fits(resolved("batch=8", "model.dropout=0.5", "device=cpu"), World.solo(), 8, 0.0, apart=apart)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
 # A global batch of 64 is 22 examples on the largest of three shards.
 WORLD = World(rank=0, local_rank=0, size=3, local_size=3, device=torch.device("cpu"))
 PLENTY = 10**6

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.files import FileSplit
-from lockstep.data.datasets.folder import Folder, ImageNet, left_out_note, suffixes_of
+from lockstep.data.datasets.folder import Folder, ImageNet, left_out_note, scan_split, suffixes_of
 from lockstep.data.datasets.listing import Files, as_names
 
 
@@ -363,3 +363,13 @@ def test_files_are_small_for_the_shorter_side_of_an_input(tmp_path: Path) -> Non
     path = small_files(tmp_path, 112)
     for size, expected in (([224, 448], 112), ([448, 224], 112), ([222, 448], None), ([448, 222], None)):
         assert Folder(path=path, input_size=size).enlarged_side() == expected
+
+
+@pytest.mark.parametrize(("file", "seen"), [("IMG.JPG", True), ("b.png", True), ("a.txt", False), ("._a.jpg", False)])
+def test_a_folder_of_images_without_classes_is_told_to_sort_them(tmp_path: Path, file: str, seen: bool) -> None:
+    (folder := tmp_path / "photos").mkdir()
+    (folder / file).touch()
+    with pytest.raises(InputError) as refused:
+        scan_split(folder)
+    remedy = f"; move its images into folders of their classes, such as {folder / 'cats'}" * seen
+    assert str(refused.value) == f"dataset.path: {folder} has no subfolders, expected one per class{remedy}"

@@ -24,10 +24,11 @@ from lockstep.core.protocols import Loss
 from lockstep.core.world import World
 from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
-from lockstep.job.validate import check_targets, check_whole_steps, named_objects
+from lockstep.job.validate import _check_closure, check_targets, check_whole_steps, named_objects
 from lockstep.losses import BCE, MSE, CrossEntropy, MaskedLoss, check_losses
 from lockstep.optim import SAM, SGD, AdamW, Muon, Timm
 from lockstep.optim.optimizers import OptimizerOption, UsualRate
+from lockstep.precision import FP16
 from lockstep.strategy import DDP, FSDP, Pipeline, ZeRO
 from lockstep.strategy.base import Single
 from lockstep.tasks import Multiclass, Multilabel, Regression
@@ -288,6 +289,31 @@ def test_no_callback_acts_between_the_parts_of_a_step_that_has_none(
     refused = pytest.raises(InputError, match=f"{sentence}.* between, too\\b") if sentence else nullcontext()
     with refused:
         check_whole_steps(job, {"after": After(), "between": Between(), "too": Between()})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changed", "sentences"),
+    [
+        *((strategy, {}, [" strategy="]) for strategy in (ZeRO(), FSDP(), Pipeline())),
+        *((strategy, {}, []) for strategy in (DDP(), Single())),
+        (DDP(), {"precision": FP16()}, [" a loss scaler cannot skip; use precision=bf16"]),
+        (FSDP(), {"precision": FP16()}, [" a loss scaler cannot skip; use precision=bf16", " strategy="]),
+    ],
+    ids=str,
+)
+def test_a_step_that_computes_its_gradient_again_needs_what_can_do_so(
+    strategy: Any, changed: dict[str, Any], sentences: list[str]
+) -> None:
+    job = replace(resolved(*FAKE), strategy=strategy, optimizer=SAM(), **changed)
+    own = f" strategy={type(strategy).__name__.lower()} cannot; use strategy=ddp"
+    expected = [own if sentence == " strategy=" else sentence for sentence in sentences]
+    with pytest.raises(InputError) if expected else nullcontext() as refused:
+        _check_closure(job)
+    problems = [*refused.value.args] if refused else []
+    assert problems == [
+        f"optimizer=sam computes several gradients in a step, which{sentence}" for sentence in expected
+    ]
+    _check_closure(replace(job, optimizer=SGD()))
 
 
 def test_a_figure_of_an_option_is_a_tag_that_begins_in_its_own_way() -> None:
