@@ -139,3 +139,16 @@ def test_a_draw_has_two_words_for_each_example_or_two_for_the_whole_batch(exampl
         assert own.words(number, -1, of_batch=True).shape == (1, 2)
         if examples:
             assert torch.equal(own.words(number, -1, of_batch=True), expected[:1, 1])
+
+
+@pytest.mark.parametrize("mix_partner", [False, True])
+@pytest.mark.parametrize("examples", [0, 1, 2, 3])
+def test_the_first_examples_of_a_piece_are_its_own_ones(examples: int, mix_partner: bool) -> None:
+    rows = torch.arange(3 + mix_partner)
+    piece = Shard(7, 2, rows[:, None], 10 + rows, 20 + rows, 8, 0, 1, mix_partner=mix_partner)
+    first = piece.first(examples)
+    assert (first is piece) == (examples == 3)
+    assert first.labels.tolist() == [10, 11, 12][:examples]
+    if first is not piece:
+        assert first.images.flatten().tolist() == [0, 1, 2][:examples]
+        assert (first.indices.tolist(), first.mix_partner) == ([20, 21, 22][:examples], False)
