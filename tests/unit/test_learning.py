@@ -19,6 +19,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets import Folder
 from lockstep.data.loading import Streaming
 from lockstep.diagnostics.listener import LEAST_EVALUATIONS, FinalScores, Listener, learning, wilson
+from lockstep.diagnostics.verdict import checklist
 from lockstep.models import zoo
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.run_record import Evidence
@@ -211,8 +212,11 @@ def test_the_findings_of_a_run_are_those_of_its_whole_labels_and_its_last_epoch(
     info: Any = SimpleNamespace(folder=run.path)
 
     def sentence_of(task: str, scores: dict[str, float], labels: torch.Tensor) -> str:
-        facts = Listener(info).findings(evidence_of(task, scores, labels))
+        evidence = evidence_of(task, scores, labels)
+        facts = Listener(info).findings(evidence)
         assert {"verdict", "learning", "checklist"} == facts.keys()
+        assert [item["item"] for item in facts["checklist"]] == [item.item for item in checklist(evidence)]
+        assert "not applicable" in {item["state"] for item in facts["checklist"]}, "it says what does not apply, too"
         return str(facts["learning"] and facts["learning"]["sentence"])
 
     classes = torch.tensor([0, 0, 0, 1, -1, -1])

@@ -124,8 +124,9 @@ def test_every_run_is_read_by_the_packages_that_are_here(monkeypatch: pytest.Mon
 
 def test_a_run_has_the_name_of_its_folder(tmp_path: Path) -> None:
     facts: Any = {"plan": None, "step": 0, "after": 0.0, "config": {}, "hyperparameters": {}}
-    info = observer.RunInfo(run_dir=RunDir(tmp_path / "run"), **facts)
-    assert (info.folder, info.name) == (tmp_path / "run", "run")
+    for name in ("run", "lr=0.1,wd=0.05", "v1.2"):
+        info = observer.RunInfo(run_dir=RunDir(tmp_path / name), **facts)
+        assert (info.folder, info.name) == (tmp_path / name, name)
 
 
 class Facts(Observer):

@@ -286,6 +286,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         lambda manifest: manifest.update(classes=[]),
         lambda manifest: manifest.update(shape=[3, 0, 8]),
         lambda manifest: manifest.update(mean=[0.5]),
+        lambda manifest: manifest.update(mean=[0.5, 0.5], std=[0.2, 0.2]),
         lambda manifest: manifest["splits"].pop("val"),
         lambda manifest: manifest["splits"].update(other=manifest["splits"]["val"]),
         lambda manifest: manifest["splits"].update(test=None),

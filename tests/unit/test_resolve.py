@@ -68,6 +68,28 @@ def test_the_ranks_of_torchrun_share_the_cores_of_their_own_machine(monkeypatch:
     assert (job.launcher.ranks, job.launcher.threads) == (4, 4)
 
 
+@pytest.mark.parametrize(
+    ("variables", "remedy"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "launcher=auto and torchrun --max-restarts=2"),
+        ({"SLURM_PROCID": "1"}, "launcher=auto, or launcher=elastic without srun"),
+        ({}, "launcher=auto, or launcher=elastic without RANK and WORLD_SIZE"),
+    ],
+)
+def test_a_launcher_beside_ranks_that_were_started_is_told_the_way_of_who_started_them(
+    variables: dict[str, str], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as refused:
+        resolved("device=cpu", "launcher=elastic", "launcher.restarts=2")
+    assert str(refused.value).startswith("launcher=elastic starts ranks, but ")
+    assert str(refused.value).endswith(f"has started them; use {remedy}")
+
+
 @pytest.mark.parametrize(("ranks", "shards", "micro_batches"), [(1, 4, 4), (2, 4, 2), (4, 4, 1), (2, 8, 4)])
 def test_the_virtual_shards_of_strict_runs_are_dealt_to_ranks(ranks: int, shards: int, micro_batches: int) -> None:
     launcher = ["launcher=spawn", f"launcher.ranks={ranks}", "device=cpu"] if ranks > 1 else ["device=cpu"]

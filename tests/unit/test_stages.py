@@ -224,3 +224,25 @@ def test_nobody_waits_for_an_empty_message_which_is_not_sent(
         assert neighbours.receive(torch.Size(shape), torch.float64, kind).shape == shape
         neighbours.send(torch.zeros(shape), kind)
     assert calls == ([("from", 0), ("to", 2), ("from", 2), ("to", 0)] if shape[0] else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_stage_receives_the_gradient_of_its_activations_in_their_format(dtype: torch.dtype) -> None:
+    """The neighbours are pretended: what a stage sends is kept, and what it receives are ones."""
+    messages: list[tuple[str, torch.Size, torch.dtype, int]] = []
+
+    class Pretended:
+        def send(self, message: Tensor, kind: int) -> None:
+            messages.append(("sent", message.shape, message.dtype, kind))
+
+        def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
+            messages.append(("received", shape, dtype, kind))
+            return torch.ones(shape, dtype=dtype)
+
+    activations, anchor = torch.zeros(2, 3, dtype=dtype, requires_grad=True), torch.zeros((), requires_grad=True)
+    logits = pipeline._Send.apply(activations, anchor, Pretended(), 10)
+    assert (logits.shape, logits.dtype) == ((0, 10), dtype)
+    logits.sum().backward()
+    shape = torch.Size((2, 3))
+    assert messages == [("sent", shape, dtype, pipeline.ACTIVATIONS), ("received", shape, dtype, pipeline.GRADIENTS)]
+    assert torch.equal(activations.grad, torch.ones(2, 3, dtype=dtype))
