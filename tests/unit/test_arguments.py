@@ -95,6 +95,10 @@ def test_an_evaluation_takes_the_data_and_the_ranks_of_the_line_that_trained(mon
 def test_a_run_to_resume_is_not_left_out_where_it_says_the_job() -> None:
     with pytest.raises(InputError, match=r"^resume=latest: it trains; remove it, and type the overrides"):
         refuse_resume(["seed=1", "resume=latest"], "it trains")
+    for word in ("+resume=latest", "++resume=latest", "~resume"):
+        with pytest.raises(InputError, match=rf"^{re.escape(word)}: it trains; remove it"):
+            refuse_resume(["seed=1", word], "it trains")
+    refuse_resume(["name=resume", "notes=resume=latest"], "it trains")
 
 
 def test_words_that_are_left_out_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
 from lockstep.cli.sweep import failure_of
+from lockstep.config.commands import override
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError, Interrupted, LockstepError, NumericalError, Stopped, StorageError
 from lockstep.core.run import State, born
@@ -43,7 +44,7 @@ from lockstep.records.runs import JobRun, read_jobs
 from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.program import JobError
-from lockstep.runtime.signals import RUNG_END, STOPPED_EARLY
+from lockstep.runtime.signals import PARENT, RUNG_END, STOPPED_EARLY
 from lockstep.sweeps import line as line_of_sweep
 from lockstep.sweeps import pool, pool_launcher, search
 from lockstep.sweeps.devices import Devices, Needs, Share
@@ -1644,3 +1645,19 @@ def test_a_job_is_forked_where_the_system_can_and_else_a_fresh_interpreter(
     monkeypatch.setattr(pool, "can_fork", lambda: can)
     given_on: Any = ("ledger", "job", "share")
     assert pool.start_process(*given_on) == ("forked" if can else "fresh", *given_on)
+
+
+def test_a_fresh_job_has_its_share_and_its_own_variables_before_those_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(pool, "Fresh", lambda words, variables, **options: started.append((words, variables)))
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    command = {"CUDA_VISIBLE_DEVICES": "0,1", "OWN": "command", "KEPT": "yes"}
+    job = SweepJob(record, Needs(), lambda: None, ("lockstep", "train", "seed=1"), {"OWN": "job"})
+    pool.fresh(ledger, job, Share(gpus=("1",), cores=3), command)
+    ((words, variables),) = started
+    assert words == [*job.command, override("hydra.run.dir", ledger.folder / record.folder)]
+    expected = {"CUDA_VISIBLE_DEVICES": "1", "OWN": "job", "KEPT": "yes", PARENT: str(os.getpid())}
+    assert expected.items() <= variables.items()

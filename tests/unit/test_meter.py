@@ -113,6 +113,15 @@ def test_a_window_is_the_mean_over_its_images_at_the_pace_of_its_steps(passes: C
     assert display.of("window")[2][1].loss == 1.0, "an evaluation counts no step twice"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_figures_of_a_task_are_added_up_in_float64(dtype: torch.dtype) -> None:
+    telemetry, observer, _ = meter_of(names=["gap"])
+    add(telemetry, 1, 0.0, 0, images=4097)
+    telemetry.log("gap", values := torch.cat([torch.tensor([2.0**15]), torch.full((4096,), 2.0**-9)]).to(dtype))
+    telemetry.end_window(1, {}, None)
+    assert observer.of("write")[-1][1]["gap"] == math.fsum(values.tolist()) / 4097
+
+
 def test_a_figure_that_no_image_has_is_nan_and_a_task_may_have_no_accuracy() -> None:
     telemetry, observer, _ = meter_of(names=["gap", "kl"])
     telemetry.evaluated(0, {"loss/val": 1.0}, best=True)

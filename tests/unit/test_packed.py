@@ -5,7 +5,8 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,21 @@ def test_a_file_of_another_size_is_refused_before_a_run(target: Path, tmp_path: 
     sentence = rf"is not a complete packed data set \(.*{file}.*; make one with lockstep pack"
     with pytest.raises(InputError, match=sentence):
         Packed(path=str(path.parent)).prepare()
+
+
+def test_a_check_moves_by_the_bytes_of_its_files(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, steps = list[int](), list[int]()
+
+    @contextmanager
+    def progress(activity: str, total: int) -> Iterator[Callable[[int], None]]:
+        totals.append(total)
+        yield steps.append
+
+    monkeypatch.setattr(command, "progress", progress)
+    command.check_packed(str(target))
+    read = sum(file.stat().st_size for file in target.iterdir() if file.name != "manifest.json")
+    assert sum(steps) == read
+    assert read <= totals[0] <= read + (target / "manifest.json").stat().st_size
 
 
 def without(key: str) -> Callable[[dict[str, Any]], Any]:
