@@ -37,6 +37,10 @@ def test_an_error_keeps_what_else_is_known_of_it() -> None:
     assert str(errors.Interrupted()).startswith("interrupted twice: stopped at once")
 
 
+def test_a_mistake_is_one_line_whatever_is_in_it() -> None:
+    assert str(InputError("a\nb\tc\x1b[2K", "d")) == "a\\nb\\tc\\x1b[2K\nd"
+
+
 def test_a_misspelt_word_gets_suggestions() -> None:
     options = ["momentum", "moment", "weight_decay", "lr"]
     assert did_you_mean("momentun", options) == " Did you mean 'momentum', 'moment'?"

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pynvml
 import pytest
@@ -1099,6 +1099,30 @@ def test_a_job_that_a_line_has_twice_runs_once(tmp_path: Path, monkeypatch: pyte
     records, entered = launcher_of(jobs, monkeypatch)._enter(begun(tmp_path), jobs, 0)
     assert [record.number for record in records] == [0, 1, 0]
     assert [job.record.number for job in entered] == [0, 1]
+
+
+def test_a_draw_that_does_not_fit_has_failed_with_its_own_sentence_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = [["x=1"], ["x=2"]]
+    launcher, ended = launcher_of([[], *draws], monkeypatch), list[Record]()
+    launcher.search = SimpleNamespace(fixed=[], left=1, follow=lambda record: [ended.append(record) or ["x=2"]])
+    enter = launcher._enter
+
+    def entered(ledger: Ledger, jobs: list[list[str]], number: int) -> Any:
+        if jobs == [["x=1"]]:
+            raise pool_launcher.WrongJob("job 0: x=1 is too small") from InputError("x=1 is too small")
+        return enter(ledger, jobs, number)
+
+    monkeypatch.setattr(launcher, "_enter", entered)
+    view: Any = MagicMock()
+    jobs = launcher._enter_drawn(ledger := begun(tmp_path), view, [["x=1"]])
+    assert [job.record.number for job in jobs] == [1]
+    (failed,) = ended
+    assert (failed.number, failed.state, failed.exit_code) == (0, State.failed, InputError.exit_code)
+    assert failed.error == "x=1 is too small", "without the number of the job"
+    assert [record.state for record in ledger.records()] == [State.failed, State.waiting]
+    view.ended.assert_called_once_with(failed)
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,23 @@ def test_ranks_of_other_machines_take_nothing_of_this_one(
     assert Resident().held_gb(task(folder, where)) == 0.25
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_images_are_read_by_the_workers_and_without_any_by_the_training(
+    workers: int, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[str]()
+
+    def read_images(split: Any, indices: list[int], epoch: int) -> tuple[torch.Tensor, dict[int, str]]:
+        threads.add(threading.current_thread().name)
+        return torch.zeros(len(indices), 1), {}
+
+    monkeypatch.setattr("lockstep.data.loading.reading.read_images", read_images)
+    read = Streaming(workers=workers).feed(folder.train(), World.solo())
+    assert len(list(read((0, torch.arange(2)) for _ in range(9)))) == 9
+    own = threading.current_thread().name
+    assert threads == {own} if not workers else own not in threads and len(threads) <= workers
+
+
 def test_few_batches_on_a_gpu_wait_for_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     train, events, numbers = Digits().train(), list[str](), itertools.count()
 
