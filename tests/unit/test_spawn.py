@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +260,16 @@ def test_a_machine_says_why_it_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> 
         Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=1, timeout="1s").run_agent(["python"])
     with pytest.raises(InputError, match="expected a number from 0 to 1"):
         Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=2).run_agent(["python"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM, signal.SIGKILL])
+def test_each_rank_gets_each_signal(number: int) -> None:
+    children, received = Children(), list[tuple[str, int]]()
+    for rank in ("first", "second"):
+        process: Any = SimpleNamespace(send_signal=lambda number, rank=rank: received.append((rank, number)))
+        children.ranks.append(process)
+    children.send(number)
+    assert received == [("first", number), ("second", number)]
 
 
 def test_stacks_and_a_pause_are_passed_on_and_the_handlers_of_before_are_back(

@@ -603,3 +603,16 @@ def test_a_figure_of_a_task_is_zero_for_broken_images(broken: list[int]) -> None
     step.listener = StepListener(log=lambda name, counted: logged.update({name: counted.tolist()}))
     step.log(labels, "my_figure", values)
     assert logged == {"my_figure": [0.0 if number in broken else 5.0 + number for number in range(3)]}
+
+
+def test_the_gradient_is_clipped_with_that_of_layers_that_thaw_later() -> None:
+    model = network()
+    model[1].requires_grad_(False)
+    trainer = trainer_of(model, World.solo(), clip_norm=0.5)
+    model.requires_grad_(True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    norm = trainer.step.strategy.gradient_norm(trainer.step.parameters)
+    assert norm.item() == pytest.approx(sum(map(Tensor.numel, model.parameters())) ** 0.5)
+    nn.utils.clip_grads_with_norm_(trainer.step.parameters, 0.5, norm)
+    assert torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm().item() < 0.5
