@@ -1195,7 +1195,7 @@ def test_a_job_is_its_overrides_without_its_place_and_its_setting_is_without_sam
     assert job_key(words, samples=False) == {"lr=0.1"}
     record = Record(number=0, overrides=("a=b=c", "d="), folder="")
     assert record.values == {"a": "b=c", "d": ""}
-    assert varied(("a=b=c", "d="), ["a"]) == ["a=b=c"]
+    assert varied(("a=b=c", "ab=1", "a.b=2", "d="), ["a"]) == ["a=b=c"]
     assert swept_keys([("a=1=2",), ("a=1=3",)]) == ("a",)
 
 
