@@ -197,10 +197,10 @@ def test_the_compiler_traces_it_without_a_break() -> None:
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6)])
 def test_an_input_keeps_a_format_without_gaps_and_loses_any_other(shape: tuple[int, ...]) -> None:
     x = torch.rand(shape)
-    kept = [x]
+    dense = [x]
     if len(shape) > 3:
-        kept.append(x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d))
-    assert all(_dense(one) is one for one in kept)
+        dense.append(x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d))
+    assert all(_dense(one) is one for one in dense)
     with_gaps = torch.rand(*shape[:-1], 2 * shape[-1])[..., ::2]
     assert _dense(with_gaps).is_contiguous()
     assert torch.equal(_dense(with_gaps), with_gaps)
