@@ -43,7 +43,8 @@ def test_bugs_are_drawn_anew_by_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = importlib.import_module("fresh_bugs").fresh_bugs
     bugs = drawn(40, seed=3)
     assert bugs == drawn(40, seed=3)
-    assert not {bug.breaks for bug in bugs} & {bug.breaks for bug in drawn(40, seed=4)}
+    both = {bug.breaks for bug in bugs} & {bug.breaks for bug in drawn(40, seed=4)}
+    assert len(both) < 5, "two seeds may draw a few of the same among thousands of functions"
     assert len({(bug.file, bug.breaks.partition(",")[0]) for bug in bugs}) == 40
     for bug in bugs:
         before = (ROOT / bug.file).read_text()
