@@ -95,9 +95,9 @@ def test_no_word_stands_for_two_keys_or_is_one_of_ours() -> None:
         ("--nr 1", "launcher=elastic launcher.nodes=2 launcher.node_rank=1"),
         ("--prefetch-factor=4", "loader=streaming loader.prefetch=4"),
         ("--per_device_train_batch_size 16", "batch=16"),
-        ("--device auto", "device=auto"),
-        ("--device cpu", "device=cpu"),
-        ("--device cuda", "device=cuda"),
+        ("--accelerator auto", "device=auto"),
+        ("--accelerator cpu", "device=cpu"),
+        ("--accelerator gpu", "device=cuda"),
     ],
 )
 def test_the_sentence_has_the_value_of_the_user(words: str, proposal: str, monkeypatch: pytest.MonkeyPatch) -> None:
