@@ -1667,8 +1667,8 @@ def test_a_job_is_forked_where_the_system_can_and_else_a_fresh_interpreter(
     for name in ("forked", "fresh"):
         monkeypatch.setattr(pool, name, lambda *words, name=name: (name, *words))
     monkeypatch.setattr(pool, "can_fork", lambda: can)
-    given_on: Any = ("ledger", "job", "share")
-    assert pool.start_process(*given_on) == ("forked" if can else "fresh", *given_on)
+    values: Any = ("ledger", "job", "share")
+    assert pool.start_process(*values) == ("forked" if can else "fresh", *values)
 
 
 def test_a_fresh_job_has_its_share_and_its_own_variables_before_those_of_the_command(
