@@ -187,6 +187,7 @@ def test_only_a_line_of_figures_is_read_and_the_time_of_a_line_is_none(tmp_path:
     whole = [{"step": 1, "time": 5.0, "a": 1.5}, {"step": 2, "a": 2, "b": None}, {"step": 3}]
     broken = [{"step": True, "a": 1}, {"step": 1.0, "a": 1}, {"step": "1"}, {"a": 1}, {"step": 4, "a": "x"}]
     broken += [{"step": 4, "a": True}, {"step": 4, "a": [1]}, {"step": 4, "a": math.nan}, [1], "step", 1, None]
+    broken += [{"step": 10**400}, {"step": 4, "a": -(10**400)}]
     lines = [json.dumps(line) for pair in itertools.zip_longest(broken, whole) for line in pair if line is not None]
     (file := tmp_path / "metrics.jsonl").write_text(
         "\n".join([*lines, "{", "", "[" * 100_000, '{"step": 9, "a": 1}'])
@@ -207,6 +208,7 @@ def test_a_line_of_a_gpu_has_its_numbers_by_rank(tmp_path: Path) -> None:
         "name": "H200",
         "on": True,
         "w": None,
+        "huge": 10**400,
     }
     lines = [line, *({key: value for key, value in line.items() if key != gone} for gone in [*line][:4]), [1], "x", 3]
     (file := tmp_path / "gpu.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in lines) + "{\n")

@@ -219,8 +219,10 @@ def test_plain_values_are_told_from_others() -> None:
 
 
 def test_a_number_is_a_finite_one_and_no_truth_value() -> None:
-    values = (3, 0.5, True, "3", float("nan"), float("-inf"))
+    values = (3, 0.5, True, "3", float("nan"), float("-inf"), 10**400, -(10**400), safe_read.WHOLE)
     assert [value for value in values if safe_read.is_number(value)] == [3, 0.5]
+    ends = [-safe_read.WHOLE, safe_read.WHOLE - 1, 1e300]
+    assert [*filter(safe_read.is_number, ends)] == ends
 
 
 def test_every_kind_of_file_has_a_name() -> None:

@@ -245,8 +245,10 @@ def checked(value: Any, levels: int = DEPTH) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether a parsed value is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a parsed value is a finite number, and no larger integer than Lockstep writes."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and -WHOLE <= value < WHOLE
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _decoded(path: Path, data: bytes) -> str:
