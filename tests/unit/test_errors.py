@@ -47,6 +47,7 @@ def test_a_misspelt_word_gets_suggestions() -> None:
     assert did_you_mean("ADAM-W", ["adam", "adam_w", "adam_wide"]).startswith(" Did you mean 'adam_w', 'adam_wide'")
     assert did_you_mean("vit_base", ["gcvit_base", "vit_base_patch16"]).startswith(" Did you mean 'vit_base_patch")
     assert did_you_mean("weigth_decay", options, prefix="optimizer.") == " Did you mean 'optimizer.weight_decay'?"
+    assert did_you_mean("momentun", options, prefix="o.") == " Did you mean 'o.momentum', 'o.moment'?"
     assert did_you_mean("xyz", options) == ""
     assert did_you_mean("lr", []) == ""
     assert close_to("a_b_c_d", ["A-B-C-D"]) == ["A-B-C-D"]
@@ -177,3 +178,26 @@ def test_a_package_that_is_absent_is_named_with_the_extra_that_has_it() -> None:
             check_installed("no_such_package", "metric=x", extra)
         says = "metric=x needs the package no_such_package, which is not installed; "
         assert str(caught.value) == f"{says}install it with pip install 'lockstep[{name}]'"
+
+
+def test_a_host_without_memory_is_told_all_that_needs_less() -> None:
+    error = out_of_memory(MemoryError("no  room"), "a file")
+    assert str(error) == (
+        "out of memory while a file was read (MemoryError no room); allow more (ulimit -v unlimited, ulimit -u), "
+        "or use a smaller batch, loader.workers=0 or launcher.threads=1"
+    )
+    assert type(error) is errors.LockstepError, "nothing that the user typed is wrong"
+
+
+def test_each_code_that_is_not_that_of_a_defect_is_of_one_kind_of_error() -> None:
+    assert sorted(BY_EXIT_CODE) == [2, 74, 75, 76, 130]
+    known = [InputError("a"), errors.Stopped("b")]
+    assert [*map(errors.as_known, known)] == known
+    unknown = errors.as_known(KeyError("a"))
+    assert (type(unknown), str(unknown)) == (errors.LockstepError, "KeyError: 'a'")
+
+
+@pytest.mark.parametrize("sign", [*"\n\r\t\0\x1b\x85\x9b", *"\u2028\u2029\u200e\u202e\ufeff", "\udc80"], ids=ascii)
+def test_a_line_has_no_end_and_no_direction_in_it_but_joiners(sign: str) -> None:
+    assert [errors.is_one_line(text) for text in (f"a{sign}", f"{sign}a", f"a{sign}b", sign)] == [False] * 4
+    assert [*map(errors.is_one_line, ("", "a b", "a\u200cb", "\u200d", "a\u00a0b"))] == [True] * 5

@@ -441,3 +441,63 @@ def test_a_field_keeps_each_fact_that_is_written_at_it_in_any_order() -> None:
         assert (fields.former_names(cls), fields.values_before(cls)) == ({"old": "key"}, {"key": "b"})
         assert fields.config_defaults(cls) == {"key": "${seed}"}
         assert [*fields.personal_values(cls())] == [("key", "shell", "a", "a")]
+
+
+def test_sizes_and_mappings_are_told_with_their_limits_and_words() -> None:
+    rules = {
+        "auto or null or a whole number from 1 to 16,384 or [height,width]": fields.pixels("auto", "auto", None),
+        "sizes by the steps, epochs or shares of the run after which they begin, one of them 0: {0: 128, 50%: 192}": (
+            fields.pixels_by_start()
+        ),
+        "numbers of at most 1,500, lists of at most 1,000, and texts without control characters": (
+            fields.mapping(most=1500)
+        ),
+    }
+    assert [field.metadata["rule"].expected for field in rules.values()] == [*rules]
+    shorts = [field.metadata["rule"].short for field in rules.values()]
+    assert shorts[0] == "auto or null or int ≥ 1 or [height,width]"
+    assert shorts[1:] == ["sizes by their starts ({0: 128, 50%: 192}), or null", "a mapping"]
+    timed = fields.duration(1, timed=True, words=("auto", "never")).metadata["rule"]
+    assert (timed.short, fields.duration(1).metadata["rule"].short) == (
+        "a duration or a time or auto or never",
+        "a duration",
+    )
+
+
+@pytest.mark.parametrize("before", [None, False, 0, "", [], "auto"], ids=repr)
+def test_what_a_run_did_before_a_key_existed_may_be_nothing(before: Any) -> None:
+    cls: Any = dataclasses.make_dataclass(
+        "Newer",
+        [
+            ("key", Any, fields.with_history(3, before=before)),
+            ("other", Any, fields.with_history(4, names=("old",))),
+            ("role", Any, fields.with_role(fields.Role.limit, 5)),
+        ],
+    )
+    assert fields.values_before(cls) == {"key": before}
+    assert fields.former_names(cls) == {"old": "other"}
+    assert [fields.declared_role(cls, name) for name in ("key", "role", "none")] == [None, fields.Role.limit, None]
+    assert vars(cls()) == {"key": 3, "other": 4, "role": 5}
+
+
+def test_a_pattern_that_is_nested_too_deeply_for_python_is_none() -> None:
+    assert [PATTERN.fits("(" * number + "a" + ")" * number) for number in (3, 499)] == [True, False]
+    assert [PATTERN.fits(value) for value in (r"^a\.b$", "", 3, None, b"a")] == [True, True, False, False, False]
+
+
+def test_a_personal_value_is_a_place_unless_it_is_more() -> None:
+    own: Any = [("folder", str, fields.personal(fields.pathname("a"), fields.FOLDER))]
+    own += [("place", str, fields.personal(fields.pathname(None))), ("free", str, fields.pathname("b"))]
+    cls: Any = dataclasses.make_dataclass("Personal", own)
+    expected = [("folder", "folder", "c", "a"), ("place", "place", None, None)]
+    assert [*fields.personal_values(cls(folder="c"))] == expected
+
+
+def test_each_item_of_a_list_has_its_range_and_a_list_is_told_as_one() -> None:
+    refused = {"betas": [0.5, 1], "side": [3], "number": [3, 21], "limit": [1, 2]}
+    sentences = [*problems(Outer, refused, "k.")]
+    assert sentences == [
+        "k.number is [3, 21], expected each a whole number from 1 to 20: k.number=3",
+        "k.betas is [0.5, 1], expected each a number from 0 to below 1: k.betas=[0.9,0.99]",
+        "k.side is [3], expected a whole number from 1 to 16,384 or [height,width]: k.side=8",
+    ]

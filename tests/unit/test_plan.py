@@ -60,8 +60,33 @@ def test_a_step_is_at_one_place_of_one_epoch(examples: int, batch: int, step: in
         ({"batch": 101}, "use batch=100 or less"),
         ({"examples": 0}, "the training split has no examples"),
         ({"log_every": "often"}, "telemetry.interval is 'often'"),
+        ({"eval_every": "often"}, "^train.eval_every is 'often', expected steps"),
+        ({"save_every": "often"}, "^checkpoint.every is 'often', expected steps"),
+        (
+            {"save_every": "501h"},
+            "^checkpoint.every is '501h', expected a time such as 30s, 10min or 2h, at most 500",
+        ),
+        ({"batch": 101}, "^batch is 101, but the training split has 100 examples; use batch=100 or less$"),
+        ({"micro_batches": 31}, "^train.micro_batches is 31, but a global batch has 30 examples; use train.micro_b"),
+        ({"examples": 0}, "no examples; use another data set, or other files of this one$"),
     ],
 )
 def test_an_impossible_plan_is_refused_by_its_key(change: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         make_plan(**{**OPTIONS, **change})
+
+
+def test_a_plan_has_what_it_is_made_of_and_counts_the_durations_of_all_keys_in_its_steps() -> None:
+    plan = make_plan(**{**OPTIONS, "micro_batches": 3, "total_steps": 50})
+    assert (plan.examples, plan.batch, plan.micro_batches, plan.total_steps) == (100, 30, 3, 50)
+    assert [plan.in_steps("key", value) for value in ("1ep", "50%", 7, "0")] == [4, 25, 7, 0]
+    with pytest.raises(InputError, match=r"^schedule\.warmup is 'x', expected steps \(100\), epochs \(2ep\) or a"):
+        plan.in_steps("schedule.warmup", "x")
+    shorter = make_plan(**{**OPTIONS, "total_steps": 10, "batch": 50})
+    assert [shorter.in_steps("key", value) for value in ("1ep", "50%")] == [2, 5], "of its own steps"
+    assert [make_plan(**{**OPTIONS, "save_every": every}).save_every for every in ("1%", 0, "10min")] == [1, 1, 20]
+
+
+def test_the_steps_of_an_epoch_are_counted_from_nothing_up_to_its_last_one() -> None:
+    plan = make_plan(**OPTIONS)
+    assert [(plan.epoch(step), plan.position(step)) for step in (1, 4, 5, 20)] == [(0, 0), (0, 3), (1, 0), (4, 3)]

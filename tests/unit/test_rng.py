@@ -123,3 +123,25 @@ def test_a_seed_of_a_forward_pass_is_that_of_torchs_generator() -> None:
     torch.rand(7)
     rng.reseed(torch.device("cpu"), 12)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(("device", "seeds"), [("cpu", []), ("cuda", [12])])
+def test_the_generators_of_all_gpus_are_seeded_where_the_pass_is_on_one(
+    device: str, seeds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    state = torch.get_rng_state()
+    rng.reseed(torch.device(device), 12)
+    assert (seeded, torch.initial_seed()) == (seeds, 12), "the host draws too"
+    torch.set_rng_state(state)
+
+
+def test_numbers_are_drawn_on_the_device_that_needs_them() -> None:
+    indices = torch.arange(3, device="meta")
+    draws = rng.SampleRNG(3, 1, indices)
+    drawn = [draws.keys, draws.uniform(1), draws.uniform(indices), draws.epoch_invariant(2)]
+    drawn += [rng.permutation(3, 1, 3, torch.device("meta")), rng.sample_keys(3, 1, indices, rng.MIX)]
+    assert [(numbers.device.type, numbers.dtype) for numbers in drawn] == [
+        ("meta", dtype) for dtype in (torch.int64, *[torch.float32] * 3, torch.int64, torch.int64)
+    ]
