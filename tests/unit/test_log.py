@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -572,3 +573,65 @@ def test_a_text_in_markdown_is_words_or_code_whatever_is_in_it() -> None:
     assert {text: markdown_code(text) for text in code} == code
     blocks = {"a\nb": "```py\na\nb\n```", "```": "````py\n```\n````", "`": "```py\n`\n```"}
     assert {text: markdown_code(text, "py") for text in blocks} == blocks
+
+
+def test_an_error_within_something_quiet_leaves_a_program_as_loud_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(console.QUIET_VARIABLE, raising=False)
+    with pytest.raises(InputError), console.quiet():
+        raise InputError("refused")
+    assert (console.terminal.quiet, console.QUIET_VARIABLE in os.environ) == (False, False)
+
+
+def test_of_parts_that_fail_at_the_end_of_a_run_that_went_well_the_first_is_its_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    closed: list[str] = []
+    first, second = StorageError("no space left"), ValueError("odd")
+    parts = failing(first, closed), failing(second, closed), lambda: closed.append("last")
+    with pytest.raises(StorageError) as caught, log.close_all(*parts):
+        closed.append("body")
+    assert caught.value is first
+    assert closed == ["body", "failing", "failing", "last"]
+    assert capsys.readouterr().out == "warning: another error at the end of the run: ValueError: odd\n"
+    with log.close_all(lambda: closed.append("well")):
+        pass
+    assert closed[-1] == "well"
+
+
+def test_a_traceback_keeps_its_lines_in_the_log_of_its_rank_alone(run: RunDir) -> None:
+    with log.rank_logging(run, 2, separate=False):
+        try:
+            raise ValueError("\x1b[31mödd")
+        except ValueError:
+            log.logger.exception("a defect")
+    first, second, *_, last = run.rank_log(2).read_text(encoding="utf-8").splitlines()
+    assert first.endswith("ERROR a defect")
+    assert (second, last) == ("Traceback (most recent call last):", "ValueError: \\x1b[31mödd")
+    assert [path.name for path in run.logs.iterdir()] == ["rank2.log"]
+    assert not run.log.exists(), "it is main's"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_log_that_cannot_be_opened_is_a_fault_of_the_storage(run: RunDir, rank: int) -> None:
+    file = run.log if rank == 0 else run.rank_log(1)
+    file.mkdir()
+    says = rf"^{file} cannot be written \(Is a directory\)$"
+    before = len([*Path("/dev/fd").iterdir()]), [*log.logger.handlers], log.logger.level
+    with pytest.raises(StorageError, match=says), log.rank_logging(run, rank, separate=True):
+        pytest.fail("the run begins")
+    assert (len([*Path("/dev/fd").iterdir()]), log.logger.handlers, log.logger.level) == before
+
+
+def test_a_line_of_a_job_has_its_time_its_level_and_its_words_in_one_line(run: RunDir) -> None:
+    with log.rank_logging(run, 0, separate=False):
+        log.say_row("data", "two\nlines", indent=8)
+        log.warn("two\nlines")
+        log.say("shown\nalso", shown=Text("x"))
+    lines = run.log.read_text().splitlines()
+    assert lines == run.rank_log(0).read_text().splitlines()
+    assert [line[23:] for line in lines] == [
+        " INFO   data  two\\nlines",
+        " WARNING two\\nlines",
+        " INFO shown\\nalso",
+    ]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", line[:23]) for line in lines)

@@ -61,19 +61,19 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     terminal. Raises StorageError: there is no space for a file.
     """
     handlers: list[LogFile] = [LogFile(run_dir.rank_log(rank))]
-    if rank == 0:
-        handlers.append(LogFile(run_dir.log))
-    elif separate:
-        with storing(run_dir.rank_log(rank)), append(run_dir.rank_log(rank)) as file:
-            os.dup2(file.fileno(), sys.stdout.fileno())
-            os.dup2(file.fileno(), sys.stderr.fileno())
-    for handler in handlers:
-        handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
     level, propagate = logger.level, logger.propagate
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
     try:
+        if rank == 0:
+            handlers.append(LogFile(run_dir.log))
+        elif separate:
+            with storing(run_dir.rank_log(rank)), append(run_dir.rank_log(rank)) as file:
+                os.dup2(file.fileno(), sys.stdout.fileno())
+                os.dup2(file.fileno(), sys.stderr.fileno())
+        for handler in handlers:
+            handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
+            logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
         with impatient():  # the files have what is shown
             yield
     finally:
