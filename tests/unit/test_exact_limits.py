@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.functional import center_crop
 
+import lockstep
 from lockstep.api import Result
 from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, SHOWN_DIGITS, InputError, first_of, shown
 from lockstep.core.figures import number_or_text
@@ -29,14 +31,17 @@ from lockstep.core.model import (
     head_parameters,
     infinite_buffers,
     is_broken,
+    is_sound,
     load_whole,
     log_odds,
     model_mode,
     named_layers,
+    own_part,
     own_parts,
     part_like,
     probabilities,
     tensors_in,
+    whole,
     wire,
     within,
 )
@@ -99,6 +104,10 @@ def test_of_equal_logits_the_first_class_is_the_first_of_five_and_of_all() -> No
         five = best_classes(logits)
         for number in range(1, 6):
             assert torch.equal(best_classes(logits, number), five[:, :number])
+        for number in (6, 7, 40, 41):
+            best = best_classes(logits, number)
+            assert best.shape == (50, min(number, classes))
+            assert torch.equal(logits.gather(1, best), logits.sort(1, descending=True).values[:, :number])
 
 
 def test_equal_logits_have_equal_log_odds_which_are_those_of_their_probabilities() -> None:
@@ -335,6 +344,20 @@ def test_a_format_is_read_up_to_the_newest_and_a_file_without_a_version_is_of_th
             check_format(kind, unknown, "file")
 
 
+def test_a_newer_format_is_told_with_both_versions_and_a_broken_one_with_what_it_says() -> None:
+    assert stamp(FileFormat.sweep) == {"format": FORMAT_NUMBERS[FileFormat.sweep], "lockstep": lockstep.__version__}
+    newest = FORMAT_NUMBERS[FileFormat.sweep]
+    with pytest.raises(NewerFormat) as newer:
+        check_format(FileFormat.sweep, {"format": 99, "lockstep": "9.1"}, "a/file")
+    assert str(newer.value) == (
+        f"a/file has format 99 of a sweep, and Lockstep {lockstep.__version__} reads up to {newest}; "
+        "use Lockstep 9.1 or later: pip install 'lockstep>=9.1'"
+    )
+    with pytest.raises(UnreadableFile) as broken:
+        check_format(FileFormat.sweep, {"format": "x", "lockstep": "9.1"}, "a/file")
+    assert str(broken.value) == f"a/file has format 'x' of Lockstep '9.1', expected 1 to {newest}"
+
+
 def shown_result(objective: float | None) -> str:
     return repr(Result(folder=Path(), objective=objective, summary={}, metrics=[], weights=Path()))
 
@@ -462,7 +485,7 @@ def test_a_part_of_other_ranks_is_left_out_and_takes_nothing(monkeypatch: pytest
     assert has_shards(away)
     assert [part.shape for part in own_parts(away.parameters())] == [(2, 2)]
     assert part_like(away.bias, torch.ones(2)).is_meta
-    assert part_like(away.weight, whole := torch.ones(2, 2)) is whole
+    assert part_like(away.weight, tensor := torch.ones(2, 2)) is tensor
     for backend, expected in (("gloo", "cpu"), ("nccl", "meta")):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
         assert wire(torch.device("meta")).type == expected
@@ -515,3 +538,93 @@ def test_a_very_long_image_in_a_frame_keeps_a_pixel_of_each_side(
     sides: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert whole_size(sides, (32, 32), "pad") == expected
+
+
+@pytest.mark.parametrize(("size", "fits"), [(65_536, True), (65_537, False)])
+def test_a_job_has_as_many_ranks_as_may_be(size: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": size - 1, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, str(value))
+    if fits:
+        assert (launched_place().rank, launched_place().size) == (size - 1, size)
+    else:
+        says = "^the environment has WORLD_SIZE='65537', expected a number from 1 to 65536; let a launcher set it "
+        with pytest.raises(InputError, match=says + r"\(torchrun\), or remove RANK and WORLD_SIZE$"):
+            launched_place()
+
+
+def test_a_look_at_a_model_that_fails_gives_each_module_its_own_mode_back() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2).eval())
+    with pytest.raises(ValueError, match="odd"), model_mode(model, training=False):
+        raise ValueError("odd")
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_an_image_for_a_look_has_the_format_of_the_first_weights_that_are_no_whole_numbers() -> None:
+    class Counts(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.inner, self.formats = inner, list[Any]()
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.formats.append((images.dtype, self.count.device.type))
+            return self.inner(images)
+
+    for inner, dtype in ((nn.Linear(2, 2).bfloat16(), torch.bfloat16), (nn.ReLU(), torch.float32)):
+        model = Counts(inner)
+        forward_on_meta(model, (1, 1, 2))
+        assert model.formats == [(dtype, "meta")]
+        assert model.count.device.type == "cpu"
+
+
+def test_a_tensor_is_sound_if_its_numbers_are_finite_or_may_be_infinite() -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = {
+        (1.0, 2.0): (True, True),
+        (1.0, -inf): (False, True),
+        (nan, 1.0): (False, False),
+        (nan, inf): (False,) * 2,
+    }
+    for row, expected in rows.items():
+        sound = [is_sound(torch.tensor(row), infinite=infinite) for infinite in (False, True)]
+        assert [(one.shape, bool(one)) for one in sound] == [((), answer) for answer in expected]
+
+
+class Cut:
+    """A tensor of which each rank has a part, with what is called on it."""
+
+    device_mesh = SimpleNamespace(device_type="meta")
+    placements, is_meta = ("cut",), False
+
+    def __init__(self, calls: tuple[Any, ...] = ()) -> None:
+        self.calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("detach", "to", "full_tensor", "to_local"):
+            raise AttributeError(name)
+        return lambda *words: Cut((*self.calls, name, *words))
+
+
+def test_the_whole_of_a_cut_tensor_is_made_on_its_device_and_its_part_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut: Any = Cut()
+    assert whole(cut).calls == ("detach", "to", "meta", "full_tensor")  # type: ignore[attr-defined]
+    assert own_part(cut).calls == ("to_local",)  # type: ignore[attr-defined]
+    tensor = torch.ones(2)
+    assert (whole(tensor), own_part(tensor)) == (tensor, tensor)
+    monkeypatch.setattr("torch.distributed.tensor.distribute_tensor", lambda *words, **named: (*words, named))
+    on_device, *words = part_like(cut, tensor)
+    assert on_device.is_meta
+    assert words == [cut.device_mesh, cut.placements, {"src_data_rank": None}]
+
+
+def test_a_mean_that_begins_too_late_is_told_with_its_step_and_its_remedy() -> None:
+    with pytest.raises(InputError) as caught:
+        Averaging(1200, 1, 1100).check("60ep")
+    assert str(caught.value) == (
+        "train.swa_from is 60ep, step 1,200, but the run has 1,100 steps, so nothing is averaged; "
+        "use train.swa_from=75%"
+    )
+    with pytest.raises(InputError, match=r"^resume: a run of 9,000 steps averages other steps up to 6,000 by"):
+        Averaging(4000, 1, 9000).check_resumed(Averaging(3000, 1, 9000), 6000, 4000)

@@ -246,3 +246,17 @@ def test_waiting_threads_of_a_program_that_has_imported_torch_sleep_soon(tmp_pat
     usual, soon, again = map(float, done.stdout.split())
     assert soon < usual / 3
     assert soon < again / 3, "as it was"
+
+
+def test_the_limit_that_counts_is_that_of_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dict.fromkeys((resource.RLIMIT_DATA, resource.RLIMIT_CORE, resource.RLIMIT_STACK), 0)
+    limits[resource.RLIMIT_AS] = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
+    check_address_space()
+    limits[resource.RLIMIT_AS] = 2_560_000_000
+    with pytest.raises(InputError) as caught:
+        native_threads.configure_native_threads()
+    assert str(caught.value) == (
+        "this shell limits the address space of a process to 2.6 GB, expected at least 4 GB, most of it for "
+        "PyTorch's libraries: ulimit -v unlimited"
+    )

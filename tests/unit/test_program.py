@@ -475,3 +475,25 @@ def test_an_end_does_all_that_an_exit_does_and_waits_for_its_threads(monkeypatch
 def test_the_traceback_of_a_defect_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(JobError(ZeroDivisionError("\x1b[2Jodd"))) == LockstepError.exit_code
     assert capsys.readouterr().err.endswith("ZeroDivisionError: \\x1b[2Jodd\n")
+
+
+def test_a_stream_of_a_run_writes_what_its_encoding_lacks_as_its_owner_has_said(tmp_path: Path) -> None:
+    for errors, written in (("backslashreplace", b"\\xe9\\u6f22 a\n"), ("replace", b"?? a\n")):
+        with (tmp_path / "out").open("w", encoding="ascii", errors=errors) as file, terminal.impatient():
+            stream = SafeStream(lambda file=file: file)  # type: ignore[misc]
+            assert stream.write("é漢 a\n") == 5
+            assert (tmp_path / "out").read_bytes() == written
+
+
+def test_a_stream_of_a_run_that_goes_to_no_descriptor_gets_its_text_whole() -> None:
+    notebook = io.StringIO()
+    with terminal.impatient():
+        stream = SafeStream(lambda: notebook)
+        assert stream.write("é" * 9000) == 9000
+    assert notebook.getvalue() == "é" * 9000
+
+
+def test_a_run_that_fails_gives_its_program_its_patience_back() -> None:
+    with pytest.raises(InputError), terminal.impatient():
+        raise InputError("odd")
+    assert math.isinf(terminal._patience_s)

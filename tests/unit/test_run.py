@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -384,3 +385,58 @@ def test_answers_are_in_words_with_their_own_names_or_others() -> None:
     assert own["values"].in_words([0.1, 2.0], ("", "width")) == "0.1, width 2"
     assert finite({"a": 1.0, "b": math.nan, "c": math.inf, "d": -math.inf, "e": 0.0}) == {"a": 1.0, "e": 0.0}
     assert [digits(number) for number in (2.0, 0.5, 1e22, 10)] == ["2", "0.5", "1e+22", "10"]
+
+
+@pytest.mark.parametrize(
+    ("status", "time"),
+    [
+        *((psutil.STATUS_RUNNING, "7.5"), (psutil.STATUS_SLEEPING, "7.5"), (psutil.STATUS_ZOMBIE, "")),
+        *((psutil.NoSuchProcess(7), ""), (psutil.AccessDenied(7), ""), (ValueError("negative"), "")),
+    ],
+    ids=repr,
+)
+def test_where_there_is_no_proc_a_process_is_known_by_its_time_unless_it_is_gone(
+    status: str | Exception, time: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def process(pid: int) -> Any:
+        if isinstance(status, Exception):
+            raise status
+        return SimpleNamespace(status=lambda: status, create_time=lambda: pid + 0.5)
+
+    def absent(path: Path) -> str:
+        raise FileNotFoundError(2, "no such file", str(path))
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    monkeypatch.setattr(psutil, "Process", process)
+    assert born(7) == time
+
+
+@pytest.mark.parametrize(("state", "time"), [("S", "123"), ("R", "123"), ("D", "123"), ("Z", ""), ("X", "")])
+def test_the_time_of_a_process_is_behind_its_name_whatever_is_in_that(
+    state: str, time: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = [state, *map(str, range(100, 118)), "123", "124"]
+    monkeypatch.setattr(Path, "read_text", lambda path: f"7 (a ) b) Z 1) {' '.join(fields)}\n")
+    assert born(7) == time
+
+
+def test_the_facts_of_a_checkpoint_have_a_limit(tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path)
+    (folder := run_dir.checkpoints / "step-00000001").mkdir()
+    (folder / "facts.json").touch()
+    os.truncate(folder / "facts.json", 64 * 2**20 + 1)
+    run = Run(tmp_path)
+    assert (run.identity, run.checkpoints) == ({}, [folder])
+    assert run.damage == [f"{folder / 'facts.json'} has 67,108,865 bytes, expected at most 67,108,864"]
+
+
+def test_a_file_with_another_kind_of_content_is_told_as_such(tmp_path: Path) -> None:
+    run_dir = RunDir.at(tmp_path)
+    run_dir.environment.write_text("[]")
+    run_dir.overrides.write_text("seed: 1")
+    run = Run(tmp_path)
+    assert (run.environment, run.overrides) == ({}, [])
+    assert run.damage == [
+        f"{run_dir.environment} is not a file of a run: expected keys",
+        f"{run_dir.overrides} is not a list of overrides: expected KEY=VALUE in each line",
+    ]
