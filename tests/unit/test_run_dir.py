@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -490,3 +491,74 @@ def test_no_two_runs_get_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("secrets.token_hex", lambda size: next(endings))
     monkeypatch.setattr("time.strftime", lambda form: "now")
     assert [RunDir.create(tmp_path, "job").path.name for _ in range(2)] == ["now-job-aa", "now-job-bb"]
+
+
+def test_a_run_folder_has_the_second_of_its_start_its_name_and_an_ending_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strftime, moment = time.strftime, time.struct_time((2026, 1, 2, 13, 4, 5, 4, 2, 0))
+    monkeypatch.setattr(time, "strftime", lambda form: strftime(form, moment))
+    monkeypatch.setattr("secrets.token_hex", "{:04x}".format)
+    assert RunDir.create(tmp_path, "a b").path == tmp_path / "20260102-130405-a_b-0002", "of two bytes"
+
+
+def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    (run / "logs").touch()
+    (tmp_path / "file").touch()
+    for folder, file in ((run, run / "logs"), (tmp_path / "file", tmp_path / "file")):
+        with pytest.raises(InputError) as caught:
+            RunDir.at(folder)
+        assert str(caught.value) == f"output_root: {file} is a file, expected a folder for the run"
+    with pytest.raises(FileExistsError):
+        RunDir.at(run, new=True)
+    with pytest.raises(InputError) as caught:
+        RunDir.at(Path("/proc/none/run"))
+    says = "cannot be written (No such file or directory); choose a folder that can be, with output_root=FOLDER"
+    assert str(caught.value) == f"output_root: /proc/none/run {says}"
+
+
+def test_a_root_that_cannot_be_made_is_a_fault_of_the_storage(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = RunDir.at(tmp_path / "run")
+    with pytest.raises(StorageError, match=rf"^{tmp_path}/file/root cannot be written \(Not a directory\)$"):
+        run.mark_latest(tmp_path / "file" / "root")
+    run.config.write_text(f"output_root: {tmp_path}/file/root")
+    run.write_ending(Stopped("early"))
+    assert run.read_summary()["error"] == "early", "nothing hides why the job ended"
+
+
+def test_who_names_a_folder_without_a_best_job_or_a_latest_run_is_told_where_they_are(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        pointed(tmp_path / "best", tmp_path, "resume")
+    assert str(caught.value) == (
+        f"resume: there is no {tmp_path}/best: `best` is in the folder of a sweep, from the first job that is done; "
+        "name a run folder, or outputs/sweeps/NAME/best"
+    )
+    (root := tmp_path / "root").mkdir()
+    (root / "latest").write_text("../other")
+    with pytest.raises(InputError) as caught:
+        latest(root, "init_from")
+    says = f"{root / 'latest'} names {tmp_path / 'other'}, expected a folder below {root}; name a run folder"
+    assert str(caught.value) == f"init_from: {says}"
+
+
+def test_a_summary_is_one_line_a_key_with_its_end_and_every_table_is_one(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path)
+    run.start_summary(step=1)
+    lines = run.summary.read_text().splitlines(keepends=True)
+    assert lines[0] == "{\n"
+    assert lines[-2:] == ['  "step": 1\n', "}\n"]
+    run.write_summary(step=2)
+    assert run.summary.read_text() == "".join(lines).replace('"step": 1', '"step": 2')
+    assert run.rank_samples(3) == tmp_path / "logs" / "rank3.samples.jsonl"
+    assert run.rank_error(3) == tmp_path / "logs" / "rank3.error.json"
+
+
+def test_a_word_with_a_meaning_comes_before_similar_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lates", "latex"):
+        Path(name).mkdir()
+    assert near_path(Path("latess"), ["latest", "other"]).startswith(" Did you mean latest or late")
+    assert near_path(Path("lates"), ["latest"]) == "", "it exists"
+    assert near_path(tmp_path / "latess", ["latest"]).startswith(f" Did you mean {tmp_path}/late"), "it is no word"

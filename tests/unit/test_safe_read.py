@@ -289,3 +289,65 @@ def test_what_is_no_text_is_told_by_its_first_byte_and_a_name_without_its_end(tm
 def test_levels_are_counted_where_lists_are_beside_each_other(tmp_path: Path) -> None:
     (file := tmp_path / "file").write_text("- [1]\n" * 100 + "- {a: {b: [1]}}\n" * 100)
     assert read_yaml(file) == [[1]] * 100 + [{"a": {"b": [1]}}] * 100
+
+
+def test_a_line_of_exactly_the_most_bytes_is_whole(tmp_path: Path) -> None:
+    path, longest = tmp_path / "file", "x" * (LINE_LIMIT - 1) + "\n"
+    assert list(lines(path, f"{longest}two\n".encode())) == [longest, "two\n"]
+    assert list(lines(path, longest[:-1].encode())) == [None], "its end is not there yet"
+
+
+def test_a_file_that_need_not_exist_has_at_most_64_mb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "file").touch()
+    limits: list[int] = []
+    monkeypatch.setattr(safe_read, "read_bytes", lambda path, limit: limits.append(limit) or b"")
+    assert safe_read.read_if_exists(file) == b"", "it is empty, and there"
+    assert safe_read.read_if_exists(tmp_path / "none") is None
+    assert limits == [64 * 2**20]
+
+
+def test_a_long_name_in_a_file_is_told_by_its_begin(tmp_path: Path) -> None:
+    (file := tmp_path / "best").write_text("x" * 90 + "/y")
+    with pytest.raises(UnreadableFile) as caught:
+        safe_read.read_name(file)
+    assert str(caught.value) == f"{file} has '{'x' * 80}' in it, expected the name of a folder next to it"
+    assert (caught.value.path, caught.value.missing) == (file, False)
+
+
+def test_what_is_no_json_and_no_config_is_told_in_one_line_with_the_reason(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text('{"a": 1,\n "b"}')
+    with pytest.raises(UnreadableFile, match=r"^\S+file is not JSON \(Expecting ':' delimiter: line 2 column 5"):
+        read_json(file)
+    file.write_text("a: [1\nb: 2")
+    with pytest.raises(UnreadableFile, match=r"^\S+file is not the YAML of a config \(.*line 2, column \d+.*\)$"):
+        read_yaml(file)
+    for text in ("a: &x 1\nb: *x\n", "[" * 33 + "]" * 33):
+        file.write_text(text)
+        says = "is not the YAML of a config (it is too deep, or has aliases, expected plain keys and values)"
+        with pytest.raises(UnreadableFile) as caught:
+            read_yaml(file)
+        assert str(caught.value) == f"{file} {says}"
+
+
+def test_a_value_that_is_neither_a_number_nor_a_text_is_told_by_its_type() -> None:
+    wrong: dict[str, object] = {"tuple": [(1,)], "bytes": {"a": b""}, "int": [2**63], "dict": {1: 2}}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^a value or key is neither a number nor a text: {name}$"):
+            safe_read.checked(value)
+    values = {"a": [float("nan"), True, None, "", {}, -(2**63)]}
+    assert safe_read.checked(values) is values
+
+
+def test_what_is_not_read_at_the_last_attempt_names_its_place_and_what_to_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read() -> None:
+        attempts.append(len(attempts))
+        raise OSError(errno.EIO, f"fault {len(attempts)}")
+
+    attempts: list[int] = []
+    monkeypatch.setattr(safe_read, "PAUSES_S", (0, 0, 0))
+    with pytest.raises(safe_read.UnreadableStorage) as caught:
+        safe_read.stored(read, "a/place")
+    says = "cannot be read (fault 4, also when it was read again); check its disk or network"
+    assert (str(caught.value), len(attempts)) == (f"a/place {says}", 4)

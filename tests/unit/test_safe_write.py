@@ -359,3 +359,59 @@ def test_a_link_to_nothing_is_there_and_folders_are_removed_up_to_the_one_in_use
     (tmp_path / "a" / "b" / "file").touch()
     remove_empty([tmp_path / "a" / "b", tmp_path / "none", tmp_path / "c"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link"]
+
+
+@pytest.mark.parametrize("content", ["a\nb", b"a\nb", [b"a\n", b"b"], (part for part in (b"a", b"\nb"))], ids=type)
+def test_a_text_bytes_and_parts_are_written_as_they_are(tmp_path: Path, content: Any) -> None:
+    for before in (None, "an older and longer text"):
+        if before is not None:
+            (tmp_path / "file").write_text(before)
+        write_atomic(tmp_path / "file", content if isinstance(content, (str, bytes, list)) else [b"a", b"\nb"])
+        assert (tmp_path / "file").read_bytes() == b"a\nb"
+
+
+def test_a_link_in_the_place_of_a_folder_and_a_second_name_are_told(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(InputError) as caught:
+        safe_write.make_folder(tmp_path / "link")
+    assert str(caught.value) == f"{tmp_path}/link is a symbolic link, expected a folder; replace it by its target"
+    (tmp_path / "file").touch()
+    (lock := tmp_path / "lock").hardlink_to(tmp_path / "file")
+    with pytest.raises(OSError, match="it is a hard link, expected a plain file") as refused:
+        safe_write.append(lock)
+    assert (refused.value.errno, refused.value.filename) == (errno.EINVAL, str(lock))
+    with pytest.raises(InputError) as caught:
+        safe_write.Lock().take(lock)
+    says = (
+        "cannot be locked (it is a hard link, expected a plain file); choose another folder with output_root=FOLDER"
+    )
+    assert str(caught.value) == f"output_root: {lock} {says}"
+    with pytest.raises(InputError) as caught:
+        safe_write.check_names(tmp_path, "lock")
+    says = "is a hard link, which leads elsewhere; remove it, or use a copy (cp -rL)"
+    assert str(caught.value) == f"{lock} {says}"
+
+
+def test_paths_that_are_absent_come_the_deepest_first_with_those_above_them(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    a, b = tmp_path / "a", tmp_path / "there" / "b"
+    assert absent(a / "x" / "y", b, a / "z") == [b, a / "z", a / "x" / "y", a / "x", a]
+    assert absent(tmp_path, tmp_path / "there") == []
+
+
+def test_a_lock_ends_with_the_context_also_after_an_error(tmp_path: Path) -> None:
+    before = len([*Path("/dev/fd").iterdir()])
+    with safe_write.locked(tmp_path / "lock"), pytest.raises(BlockingIOError):
+        safe_write.open_locked(tmp_path / "lock")
+    with pytest.raises(ValueError, match="odd"), safe_write.locked(tmp_path / "lock"):
+        raise ValueError("odd")
+    assert len([*Path("/dev/fd").iterdir()]) == before
+    os.close(safe_write.open_locked(tmp_path / "lock"))
+
+
+def test_what_is_appended_is_behind_what_was_there_and_a_new_file_is_made(tmp_path: Path) -> None:
+    for text in ("one\n", "two\n"):
+        with safe_write.append(tmp_path / "log", encoding="utf-8") as file:
+            file.write(text)
+    with safe_write.append(tmp_path / "log", "r+b") as file:
+        assert file.read() == b"one\ntwo\n"
