@@ -700,3 +700,50 @@ def test_the_store_of_an_agent_is_there_at_once_and_that_of_a_rank_when_it_has_s
     monkeypatch.setattr(addresses, "is_own_address", lambda address, port: False)
     with pytest.raises(InputError, match=r"^MASTER_ADDR=localhost does not lead to this machine, where RANK=0"):
         attach._store(serve=True)
+
+
+def test_the_steps_that_a_job_has_at_a_time_have_other_ports_than_those_of_the_next_jobs() -> None:
+    ports = [launch_env.port_of_step(job, step) for job in range(70_000, 70_500) for step in range(17)]
+    assert len({*ports}) == len(ports)
+    assert {launch_env.port_of_step(0, step) for step in range(20_000)} == {*range(10_000, 30_000)}
+
+
+def test_an_address_that_is_empty_is_none_in_a_task_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, **STEP, MASTER_ADDR="", MASTER_PORT="")
+    launch_env.adopt_srun()
+    assert store_address() == ("localhost", launch_env.port_of_step(70001, 2))
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"]) == ("1", "2", "6")
+
+
+def test_variables_that_say_too_little_are_told_with_the_whole_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError) as caught:
+        store_address()
+    assert str(caught.value) == (
+        "the environment has RANK and WORLD_SIZE, but no MASTER_ADDR, where the ranks meet; set it to the address of "
+        "rank 0 and MASTER_PORT to a free port there, or remove RANK and WORLD_SIZE"
+    )
+    set_environment(monkeypatch, PMI_SIZE="3")
+    with pytest.raises(InputError) as caught:
+        check_launched()
+    assert str(caught.value) == (
+        "MPI has started 3 processes (PMI_SIZE=3), and each would train alone; start the ranks with torchrun or "
+        "srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each (not under MPI: env -u PMI_SIZE)"
+    )
+    set_environment(monkeypatch, WORLD_SIZE="3")
+    with pytest.raises(InputError) as caught:
+        check_launched()
+    assert str(caught.value) == (
+        "the environment has WORLD_SIZE=3, but no RANK; let a launcher set both (torchrun), or remove WORLD_SIZE: "
+        "env -u WORLD_SIZE"
+    )
+    monkeypatch.delenv("WORLD_SIZE")
+    set_environment(monkeypatch, **{**STEP, "SLURM_NODEID": "9"})
+    with pytest.raises(InputError) as caught:
+        launch_env.adopt_srun()
+    shown = " ".join(f"{name}={STEP[name]!r}" for name in sorted(STEP)).replace(
+        "SLURM_NODEID='2'", "SLURM_NODEID='9'"
+    )
+    assert str(caught.value) == (
+        f"the environment looks like a task of srun, but its variables do not fit together ({shown}); "
+        "start the ranks with srun, or leave the task: env -u SLURM_STEP_ID"
+    )

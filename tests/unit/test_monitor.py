@@ -327,3 +327,43 @@ def test_figures_and_parts_of_the_time_in_words() -> None:
 )
 def test_a_test_split_is_proposed_where_the_data_can_have_one(keys: tuple[str, ...], override: str) -> None:
     assert chosen_on_itself(keys).endswith(f"a test split gives an honest one{override}")
+
+
+def test_the_figures_of_a_job_have_the_directions_of_their_metrics_and_options_and_the_monitor_its_own() -> None:
+    figures = {"my/gap": Direction.minimize, "loss/val": Direction.maximize}
+    known = job_directions(Monitor("top1", Direction.minimize), ("top1", "top5"), {"f1": METRICS["f1"]}, figures)
+    assert known == {
+        "loss/val": Direction.maximize,
+        "acc/val_top1": Direction.minimize,
+        "acc/val_top5": Direction.maximize,
+        "metric/f1": Direction.maximize,
+        "my/gap": Direction.minimize,
+    }
+    named = job_directions(Monitor(), (), {"ow\udcffl": METRICS["falls"]}, {})
+    assert named == {"loss/val": "minimize", "metric/ow\\udcffl": "minimize", "acc/val_top1": "maximize"}
+
+
+def test_a_figure_of_a_class_has_its_own_direction_before_that_of_its_metric() -> None:
+    known = {"metric/recall": Direction.maximize, "metric/recall/a": Direction.minimize}
+    directions = {
+        name: direction_in(known, name) for name in ("recall/a", "recall/b", "metric/recall/a", "test/recall")
+    }
+    assert directions == {
+        "recall/a": Direction.minimize,
+        "recall/b": Direction.maximize,
+        "metric/recall/a": Direction.minimize,
+        "test/recall": Direction.maximize,
+    }
+    assert direction_in(known, "-anything") is Direction.minimize
+
+
+def test_a_metric_that_says_yes_or_nothing_rises() -> None:
+    for says, direction in ((True, "maximize"), (False, "minimize")):
+        built = type("Built", (), {"higher_is_better": says})()
+        assert (
+            direction_of(type("Own", (), {"higher_is_better": None, "build": lambda *_, built=built: built}))
+            == direction
+        )
+        assert direction_of(type("Own", (), {"higher_is_better": says})) == direction
+    nothing = type("Own", (), {"higher_is_better": None, "build": lambda *_: object()})
+    assert direction_of(nothing) == "maximize"

@@ -372,3 +372,19 @@ def test_the_identity_of_a_model_from_python_sees_each_of_its_tensors_and_its_ty
         module.table = table
         digests.add(digest(module))
     assert len(digests) == 1 + len(module.state_dict()) + 2
+
+
+def test_a_figure_that_cannot_be_is_told_with_what_it_may_be_and_where() -> None:
+    with pytest.raises(InputError) as caught:
+        check_figures([("task", ["my/a"]), ("logger", ["other/b", "loss/mine"])])
+    assert str(caught.value) == (
+        "logger: the class has the figure 'loss/mine', expected names such as my/scalar, which do not begin with "
+        "loss/, acc/, metric/, test/, perf/, cpu/, gpu/, optim/; correct its `figures`"
+    )
+    with pytest.raises(InputError) as caught:
+        check_declared("callback", "my/b", ("my/a",))
+    assert str(caught.value) == (
+        "callback: the figure 'my/b' is not declared, expected one of my/a; name it in the class, as "
+        "`figures: ClassVar[tuple[str, ...]]`"
+    )
+    check_declared("callback", "my/b", ("my/a", "my/b"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,9 +14,11 @@ from torch import nn
 from lockstep.config import options
 from lockstep.config.options import protocol_of
 from lockstep.config.schema import GROUPS
+from lockstep.core.batch import Batch
 from lockstep.core.data_protocols import Shard, Source, splits_of
 from lockstep.core.errors import InputError
 from lockstep.core.model import UpdateScope
+from lockstep.core.protocols import Entry
 from lockstep.core.world import World
 
 QUESTIONS = {group: [name for name in dir(protocol_of(group)) if name[0] != "_"] for group in GROUPS}
@@ -290,3 +292,95 @@ def test_an_option_that_says_nothing_has_these_answers(group: str) -> None:
     if group == "augment":
         assert own.for_data(None) is own
         assert own.on_device("bilinear", cropped=True) == own.apply
+
+
+def test_a_task_without_methods_of_its_own_has_the_losses_and_hits_of_a_plain_network() -> None:
+    task: Any = plain("task", predict=lambda self, outputs: outputs)()
+    images, targets = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]]), torch.tensor([0, 1, 1])
+    logged: list[Any] = []
+    batch = Batch(
+        images, targets, lambda x: x + 1, lambda outputs, classes: outputs[:, 0] * 10 + classes, logged.append
+    )
+    for method in (task.losses, task.evaluate):
+        losses, outputs = method(batch)
+        assert (losses.tolist(), outputs.tolist()) == ([30.0, 11.0, 61.0], (images + 1).tolist())
+    hits = task.hits(images, targets)
+    assert (hits.tolist(), hits.dtype, hits.shape) == (2, torch.int64, ())
+    counts = task.counts(outputs, targets.to("meta"))
+    assert (counts.shape, counts.dtype, counts.device.type) == ((0,), torch.int64, "meta")
+    assert (task.ready(None, None), logged) == (task, [])
+
+
+def test_options_that_change_nothing_give_back_what_they_get() -> None:
+    optimizer, strategy, module = plain("optimizer")(), plain("strategy")(), nn.Linear(2, 2)
+    assert optimizer.at_batch(64, trained=True) is optimizer
+    built = SimpleNamespace(build=lambda model: ("over", model))
+    assert strategy.build_optimizer(built, module, World.solo()) == ("over", module)
+    assert strategy.reduce(module) is strategy.shard(module, None, None, None) is None
+    precision = plain("precision", storage=torch.float64)()
+    assert precision.convert(module) is module
+    assert module.weight.dtype is torch.float64
+    assert plain("augment")().check_channels(7) is None
+    assert [plain("launcher", ranks=3, node_range=nodes)().world_size for nodes in ((1, 1), (2, 4))] == [3, 12]
+
+
+def test_a_strategy_of_a_users_is_in_its_own_context_for_each_micro_batch() -> None:
+    @contextmanager
+    def accumulate(self: Any, replica: nn.Module, last: bool) -> Any:
+        calls.append(("begin", replica, last))
+        yield
+        calls.append("end")
+
+    calls: list[Any] = []
+    replica = nn.Identity()
+    plain("strategy", accumulate=accumulate)().run_micro_batches(
+        replica,
+        [("a", False), ("b", True)],
+        World.solo(),
+        forward=lambda micro: f"loss of {micro}",
+        backward=calls.append,
+        between=lambda: calls.append("between"),
+    )
+    first, last = (["loss of a", "end", "between"], ["loss of b", "end"])
+    assert calls == [("begin", replica, False), *first, ("begin", replica, True), *last]
+
+
+@pytest.mark.parametrize(("size", "senders"), [(1, []), (2, [0, 0])])
+def test_every_buffer_of_several_ranks_is_that_of_the_first(
+    size: int, senders: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[Any, int]] = []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda buffer, src: sent.append((buffer, src)))
+    model = nn.Sequential(nn.Linear(2, 2))
+    for name in ("one", "other"):
+        model[0].register_buffer(name, torch.zeros(2))
+    plain("strategy")().share_buffers(model, replace(World.solo(), size=size))
+    assert [src for _, src in sent] == senders
+    assert all(buffer is own for (buffer, _), own in zip(sent, model.buffers(), strict=False))
+
+
+def test_a_rank_of_a_process_of_its_own_runs_the_module_of_its_function() -> None:
+    entry = Entry(splits_of, objects=(1,))  # type: ignore[arg-type]
+    assert (entry.module, entry.objects) == ("lockstep.core.data_protocols", (1,))
+    assert (Entry(splits_of).objects, Entry(splits_of).remedy) == (  # type: ignore[arg-type]
+        (),
+        "use train.micro_batches=auto, or fewer ranks",
+    )
+
+
+def test_pieces_of_a_piece_are_those_of_the_whole_batch_whatever_is_cut_first() -> None:
+    rows = torch.arange(11)
+
+    def pieces_of(shards: Any, parts: int) -> list[Any]:
+        return [(piece, last) for shard in shards for piece, last in shard.micro_batches(parts)]
+
+    whole = Shard(4, 2, rows * 10, rows + 100, rows, 11, 0, 1)
+    halves = [piece for piece, _ in pieces_of([whole], 2)]
+    assert [half.indices.tolist() for half in halves] == [[*range(5)], [*range(5, 11)]]
+    twice, once = pieces_of(halves, 2), pieces_of([whole], 4)
+    assert [last for _, last in twice] == [False, True] * 2
+    for (one, _), (other, _) in zip(twice, once, strict=True):
+        assert one.indices.tolist() == other.indices.tolist()
+        assert one.images.tolist() == (one.indices * 10).tolist()
+        assert one.labels.tolist() == (one.indices + 100).tolist()
+        assert (one.number, one.pieces, one.count, one.step, one.epoch) == (other.number, 4, 11, 4, 2)
