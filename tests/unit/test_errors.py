@@ -68,6 +68,7 @@ def test_nothing_that_steers_a_terminal_is_left_in_a_text() -> None:
     assert escaped("naïve — 90 % 画像") == "naïve — 90 % 画像"
     assert escaped("one\ntwo") == "one\ntwo"
     assert escaped("one\ntwo", keep="") == r"one\ntwo"
+    assert (escaped("one\ttwo"), escaped("one\ttwo", keep="\n")) == ("one\ttwo", r"one\ttwo")
     assert escaped(escaped(STEERING)) == escaped(STEERING)
 
 

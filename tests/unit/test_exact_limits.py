@@ -176,6 +176,8 @@ def test_a_mean_is_continued_up_to_the_last_step_or_begun_after_a_checkpoint_of_
     assert Averaging(4, 1, 9).remedies(saved, 6) == [same, later.format(7)]
     assert Averaging(4, 1, 6).remedies(saved, 6) == [same], "no step is left for another one"
     assert Averaging(1, 1, 3).remedies(Averaging(3, 1, 9), 2) == [same, later.format(3)], "at its last step"
+    assert Averaging(1, 1, 3).remedies(Averaging(4, 1, 9), 2) == [later.format(3)], "it would begin too late"
+    assert Averaging(1, 1, 9).remedies(Averaging(4, 2, 9), 2)[0] == "train.swa_from=4 train.swa_every=2"
 
 
 def test_a_mean_of_which_only_the_number_of_steps_is_known_goes_on_with_the_same_number() -> None:
@@ -628,3 +630,17 @@ def test_a_mean_that_begins_too_late_is_told_with_its_step_and_its_remedy() -> N
     )
     with pytest.raises(InputError, match=r"^resume: a run of 9,000 steps averages other steps up to 6,000 by"):
         Averaging(4000, 1, 9000).check_resumed(Averaging(3000, 1, 9000), 6000, 4000)
+
+
+def test_blocks_are_the_finest_groups_that_a_model_names() -> None:
+    class Staged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pairs = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(4)]
+            self.stages = nn.Sequential(nn.Sequential(*pairs[:2]), nn.Sequential(*pairs[2:]))
+
+        def group_matcher(self, coarse: bool) -> dict[str, str]:
+            return {"blocks": r"stages\.(\d+)" if coarse else r"stages\.(\d+)\.(\d+)"}
+
+    model = Staged()
+    assert [*blocks(model)] == [*model.stages[0], *model.stages[1]]

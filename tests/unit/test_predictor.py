@@ -24,6 +24,7 @@ from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.fields import rule_of
+from lockstep.core.formats import NewerFormat
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import (
     FITS,
@@ -424,6 +425,13 @@ def test_each_key_of_a_description_has_its_own_range() -> None:
 
 def test_a_key_of_a_later_version_is_ignored(digits: RunDir) -> None:
     assert ModelCard.parse(changed(digits, another=1)) == ModelCard.parse(changed(digits))
+
+
+def test_a_description_of_a_later_format_is_no_damage(digits: RunDir) -> None:
+    newer = changed(digits, format=99, lockstep="9.0", classes=-1)
+    for file, named in ((("a/file",), "a/file"), ((), "its description")):
+        with pytest.raises(NewerFormat, match=rf"^{named} has format 99 of .*, and Lockstep"):
+            ModelCard.parse(newer, *file)
 
 
 def test_a_file_from_before_the_key_fit_has_centres(digits: RunDir) -> None:

@@ -440,3 +440,29 @@ def test_a_file_with_another_kind_of_content_is_told_as_such(tmp_path: Path) -> 
         f"{run_dir.environment} is not a file of a run: expected keys",
         f"{run_dir.overrides} is not a list of overrides: expected KEY=VALUE in each line",
     ]
+
+
+def test_a_run_has_what_its_summary_says_of_it_and_a_change_of_it_changes_no_summary(tmp_path: Path) -> None:
+    RunDir.at(tmp_path).write_summary(run="a1", spent={"gpu_hours": 1.5}, started=3.5, objective=90.0, error="no")
+    run = Run(tmp_path)
+    assert (run.id, run.spent, run.started, run.path) == ("a1", {"gpu_hours": 1.5}, 3.5, tmp_path)
+    assert (run.score, run.error, run.state) == (90.0, "no", State.waiting)
+    run.spent["gpu_hours"] = 2.0
+    assert run.spent == run.summary["spent"] == {"gpu_hours": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "columns"),
+    [
+        ({"f1": {}, "auroc": None}, {"f1": 0.5, "auroc": 0.9, "test": 80.0}),
+        ({"auroc": {}, "f1": {}, "top1": {}, "none": {}}, {"auroc": 0.9, "f1": 0.5, "test": 80.0}),
+        *((other, {"test": 80.0}) for other in (["f1"], None, "f1", {})),
+    ],
+)
+def test_the_columns_of_a_run_are_the_metrics_of_its_config_in_their_order(
+    tmp_path: Path, metrics: object, columns: dict[str, float]
+) -> None:
+    run_dir = RunDir.at(tmp_path)
+    run_dir.composed.write_text(json.dumps({"metric": metrics}))
+    run_dir.write_summary(objective=70.0, scores={"top1": 70.0, "f1": 0.5, "auroc": 0.9}, test={"top1": 80.0})
+    assert [*Run(tmp_path).columns.items()] == [*columns.items()]

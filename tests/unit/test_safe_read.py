@@ -351,3 +351,33 @@ def test_what_is_not_read_at_the_last_attempt_names_its_place_and_what_to_check(
         safe_read.stored(read, "a/place")
     says = "cannot be read (fault 4, also when it was read again); check its disk or network"
     assert (str(caught.value), len(attempts)) == (f"a/place {says}", 4)
+
+
+@pytest.mark.parametrize(("times", "is_read"), [(3, True), (4, False)])
+def test_each_read_of_a_file_that_is_open_has_attempts_of_its_own(
+    times: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored(read: Callable[[], object], place: object) -> object:
+        def attempt() -> object:
+            if number == 2 and len(failures) < times:  # the first one opens the file
+                failures.append(number)
+                raise OSError(errno.EIO, "fault")
+            return read()
+
+        places.append(place)
+        number = len(places)
+        return real(attempt, place)
+
+    (file := tmp_path / "file").write_bytes(content := b"x" * 100_000)
+    places: list[object] = []
+    failures: list[int] = []
+    real = safe_read.stored
+    monkeypatch.setattr(safe_read, "PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr(safe_read, "stored", stored)
+    if is_read:
+        assert read_bytes(file) == content
+    else:
+        with pytest.raises(UnreadableFile, match=rf"^{file} cannot be read \(fault"):
+            read_bytes(file)
+    assert {str(place) for place in places} == {str(file)}
+    assert len(failures) == times
