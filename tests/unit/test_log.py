@@ -635,3 +635,16 @@ def test_a_line_of_a_job_has_its_time_its_level_and_its_words_in_one_line(run: R
         " INFO shown\\nalso",
     ]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", line[:23]) for line in lines)
+
+
+def test_a_variable_that_forces_colours_makes_no_terminal_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert [console.Terminal(file=file).is_terminal for file in (io.StringIO(), Screen())] == [False, True]
+
+
+def test_the_log_of_a_run_that_is_resumed_goes_on_behind_that_of_before(run: RunDir) -> None:
+    for text in ("first", "second"):
+        with log.rank_logging(run, 0, separate=False):
+            log.logger.info(text)
+    for path in (run.log, run.rank_log(0)):
+        assert [line[24:] for line in path.read_text().splitlines()] == ["INFO first", "INFO second"]

@@ -503,6 +503,9 @@ def test_a_card_says_its_names_and_the_score_that_has_chosen_the_weights(digits:
     assert replace(card, classes=2, class_names=("cafe\u0301", "b\udcff")).names == ("caf\u00e9", "b\\udcff")
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(card, scores={"f1": NAN}).metadata()
+    earlier = replace(card, lockstep="0.9")
+    assert ModelCard.parse(earlier.metadata()) == earlier, "written again, it is still of the version that trained it"
+    assert json.loads(earlier.metadata()[METADATA_KEY])["format"] == 1
     usual = {field.name: field.default for field in fields(ModelCard)}
     assert (usual["averaged"], usual["probabilities"], usual["targets"], usual["monitor"]) == (
         *(False, "softmax", "classes", "top1"),

@@ -193,6 +193,9 @@ def test_the_first_examples_of_a_piece_have_no_partner_and_all_of_them_are_the_p
     first = shard.first(2)
     assert [part.tolist() for part in (first.images, first.labels, first.indices)] == [[0, 1], [10, 11], [20, 21]]
     assert (first.mix_partner, first.known_labels.tolist()) == (False, [10, 11])
+    none = shard.first(0)
+    assert [len(part) for part in (none.images, none.labels, none.known_labels, none.indices)] == [0] * 4
+    assert (none.mix_partner, none.count, none.step, none.number) == (False, 3, 1, 0)
     ((whole, is_last),) = shard.micro_batches(1)
     assert (whole is shard, is_last) == (True, True)
     pieces = shard.micro_batches(5)

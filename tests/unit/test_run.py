@@ -466,3 +466,17 @@ def test_the_columns_of_a_run_are_the_metrics_of_its_config_in_their_order(
     run_dir.composed.write_text(json.dumps({"metric": metrics}))
     run_dir.write_summary(objective=70.0, scores={"top1": 70.0, "f1": 0.5, "auroc": 0.9}, test={"top1": 80.0})
     assert [*Run(tmp_path).columns.items()] == [*columns.items()]
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_each_file_of_a_run_is_read_once_and_its_damage_is_told_once(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path / "run")
+    path = CONTENTS[name](run.run_dir)
+    path.parent.mkdir(parents=True)
+    path.mkdir()
+    content = getattr(run, name)
+    assert (run.problem, run.state, run.error) == (run.problem, run.state, run.error)
+    path.rmdir()
+    assert getattr(run, name) is content
+    assert len(run.damage) == 1
+    assert Run(tmp_path / "run").damage == [], "each run has its own"
