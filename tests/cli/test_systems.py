@@ -195,3 +195,9 @@ def test_on_windows_another_hydra_app_leaves_the_plugins_out(tmp_path: Path) -> 
     words = (f"hydra.run.dir={tmp_path}", "+x=1")
     done = command(sys.executable, "-c", f"{WINDOWS.replace('import ', 'import hydra, ', 1)}\n{app}\napp()", *words)
     assert (done.code, done.out) == (0, "{'x': 1}\n"), done.err
+
+
+def test_on_windows_a_program_that_goes_on_without_lockstep_has_its_own_errors() -> None:
+    goes_on = "try: import lockstep\nexcept ImportError: pass\nraise ValueError('odd')"
+    done = command(sys.executable, "-c", WINDOWS + goes_on)
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (1, "", "ValueError: odd")
