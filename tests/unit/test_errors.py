@@ -94,7 +94,16 @@ def test_no_text_that_is_shown_has_a_secret_of_a_url(url: str, sentence: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["sqlite:///a/b.db", "https://host:8080/a?page=2", "ann@host", "a: b@c", "tcp://[::1]:29500"]
+    "text",
+    [
+        "really?token=1",
+        "a;key=2&pwd=3",
+        "sqlite:///a/b.db",
+        "https://host:8080/a?page=2",
+        "ann@host",
+        "a: b@c",
+        "tcp://[::1]:29500",
+    ],
 )
 def test_a_url_without_a_secret_is_shown_as_it_is(text: str) -> None:
     assert escaped(text) == text

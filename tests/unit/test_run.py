@@ -363,6 +363,8 @@ def test_predictions_of_many_classes_are_read_and_those_of_another_form_are_told
     own.write(file := tmp_path / "validation.json")
     assert Predictions.read(file) == own
     assert json.loads(file.read_text()).keys() == {"step", "names", "examples", *lists}, "without the defaults"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "targets": "values", "of_a_later_version": 1}))
+    assert Predictions.read(file) == replace(own, targets="values")
     for text in ('{"step": 1}', "[]", "3"):
         file.write_text(text)
         with pytest.raises(UnreadableFile, match=r"validation\.json is not a file of predictions"):
