@@ -188,7 +188,8 @@ def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
     for name in ("numpy", "torch"):
         (tmp_path / f"{name}.py").write_text(SHOW)
     clean = {key: value for key, value in os.environ.items() if key not in (*NAMES, "LOCKSTEP_OPENBLAS")}
-    environment = {**clean, "PYTHONPATH": str(tmp_path), **variables}
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**clean, "PYTHONPATH": paths, **variables}
     words = [sys.executable, "-c", f"{CONFIGURE}; {SHOW}"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [*imported, expected]
@@ -260,3 +261,46 @@ def test_the_limit_that_counts_is_that_of_the_address_space(monkeypatch: pytest.
         "this shell limits the address space of a process to 2.6 GB, expected at least 4 GB, most of it for "
         "PyTorch's libraries: ulimit -v unlimited"
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "imported", "expected"),
+    [
+        ({}, [("numpy", "1"), ("torch", None)], "1"),
+        ({"OPENBLAS_NUM_THREADS": "3"}, [], "3"),
+        ({"OPENBLAS_NUM_THREADS": "1", "LOCKSTEP_OPENBLAS": "1"}, [("numpy", "1"), ("torch", None)], "1"),
+    ],
+    ids=str,
+)
+def test_libraries_are_imported_with_one_thread_and_torch_as_the_user_has_it(
+    variables: dict[str, str], imported: list[tuple[str, str]], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "OPENBLAS_NUM_THREADS"
+    imports: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(
+        native_threads.importlib, "import_module", lambda module: imports.append((module, os.environ.get(name)))
+    )
+    monkeypatch.setattr(os, "environ", {**variables})
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "torch")
+        native_threads.configure_native_threads()
+    assert (imports, os.environ[name]) == (imported, expected)
+    assert os.environ["GOMP_SPINCOUNT"] == "5000"
+    assert ("LOCKSTEP_OPENBLAS" in os.environ) == bool(imported)
+
+
+@pytest.mark.parametrize(
+    ("variables", "spins"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+    ids=str,
+)
+def test_threads_of_torch_sleep_soon_unless_the_user_has_chosen_when(
+    variables: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**variables})
+    native_threads.sleep_soon()
+    assert os.environ == variables, "torch is imported, so it is too late"
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "torch")
+        native_threads.sleep_soon()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

@@ -21,7 +21,7 @@ from lockstep.core.errors import InputError, NumericalError, Stopped, StorageErr
 from lockstep.core.formats import FileFormat, NewerFormat, stamp
 from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
-from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, near_path, pointed, slug
+from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, near_path, near_paths, pointed, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_folder
 from lockstep.job.resume import decide_resume
@@ -562,3 +562,15 @@ def test_a_word_with_a_meaning_comes_before_similar_paths(tmp_path: Path, monkey
     assert near_path(Path("latess"), ["latest", "other"]).startswith(" Did you mean latest or late")
     assert near_path(Path("lates"), ["latest"]) == "", "it exists"
     assert near_path(tmp_path / "latess", ["latest"]).startswith(f" Did you mean {tmp_path}/late"), "it is no word"
+
+
+def test_a_path_that_nobody_may_look_for_has_no_similar_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "baseline").mkdir()
+    assert near_paths(tmp_path / "baselin") == [tmp_path / "baseline"]
+    assert [near_paths(path) for path in (tmp_path / ("x" * 300), tmp_path / "baseline", Path("/"))] == [[]] * 3
+
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert near_paths(tmp_path / "baselin") == []

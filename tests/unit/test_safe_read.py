@@ -381,3 +381,26 @@ def test_each_read_of_a_file_that_is_open_has_attempts_of_its_own(
             read_bytes(file)
     assert {str(place) for place in places} == {str(file)}
     assert len(failures) == times
+
+
+@pytest.mark.parametrize(("times", "is_read"), [(3, True), (4, False)])
+def test_a_file_that_the_system_cannot_look_at_is_looked_at_again(
+    times: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(path: Path, **options: bool) -> os.stat_result:
+        if path == file and len(failures) < times:
+            failures.append(path)
+            raise OSError(errno.ESTALE, "stale")
+        return real(path, **options)
+
+    (file := tmp_path / "file").write_bytes(b"content")
+    failures: list[Path] = []
+    real = Path.stat
+    monkeypatch.setattr(safe_read, "PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr(Path, "stat", look)
+    if is_read:
+        assert read_bytes(file) == b"content"
+    else:
+        with pytest.raises(safe_read.UnreadableStorage, match=rf"^{file} cannot be read \(stale, also when it was"):
+            read_bytes(file)
+    assert len(failures) == times
