@@ -525,6 +525,7 @@ def test_settings_have_as_few_digits_as_tell_them_apart_and_defaults_stay_defaul
     assert (column.cells, column.may_move) == (["0.12345", "0.12348", "0.5"], True)
     assert [getattr(cell, "is_default", None) for cell in column.cells] == [True, False, False]
     assert column_of_settings("lr", ["0.12345", "0.2"]).cells == ["0.123", "0.2"]
+    assert shortened("lr=0.12345") == "lr=0.123"
 
 
 def test_a_setting_is_its_value_in_json() -> None:
@@ -648,3 +649,14 @@ def test_the_log_of_a_run_that_is_resumed_goes_on_behind_that_of_before(run: Run
             log.logger.info(text)
     for path in (run.log, run.rank_log(0)):
         assert [line[24:] for line in path.read_text().splitlines()] == ["INFO first", "INFO second"]
+
+
+def test_what_is_below_a_row_is_broken_for_the_terminal_between_two_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_screen(monkeypatch)
+    keys = ("optimizer.weight_decay", "train.label_smoothing", "x")
+    columns = [Column("run", ["one"]), *(Column(key, ["0.1"], may_move=True) for key in keys)]
+    (_, row, below) = lines_of(columns, 5)
+    assert (row.plain, below.plain.split("\n")) == (
+        "one",
+        ["    optimizer.weight_decay=0.1", "    train.label_smoothing=0.1  x=0.1"],
+    )
