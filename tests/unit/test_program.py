@@ -497,3 +497,25 @@ def test_a_run_that_fails_gives_its_program_its_patience_back() -> None:
     with pytest.raises(InputError), terminal.impatient():
         raise InputError("odd")
     assert math.isinf(terminal._patience_s)
+
+
+def test_a_reader_is_waited_for_at_each_piece_but_at_the_first_after_one_that_it_did_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(number: int, data: bytes, wait_s: float) -> int:
+        pieces.append((number == file.fileno(), data, wait_s))
+        return next(sizes)
+
+    pieces: list[tuple[bool, bytes, float]] = []
+    sizes = iter((2, 4, 0, 1, 2, 0))
+    monkeypatch.setattr(terminal, "write_some", write)
+    monkeypatch.setattr(terminal, "READER_WAIT_S", 7.0)
+    with (tmp_path / "out").open("w", encoding="utf-8") as file, terminal.impatient():
+        stream = SafeStream(lambda: file)
+        stuck = []
+        for text in ("abécdef", "xyz", "", "last"):
+            assert stream.write(text) == len(text)
+            stuck.append(stream.is_stuck)
+    assert stuck == [True, False, False, True]
+    words = [("abécdef", 7.0), ("écdef", 7.0), ("ef", 7.0), ("xyz", 0.0), ("yz", 7.0), ("last", 7.0)]
+    assert pieces == [(True, text.encode(), wait_s) for text, wait_s in words]
