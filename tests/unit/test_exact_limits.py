@@ -202,6 +202,8 @@ def test_mistakes_of_a_kind_are_told_one_by_one_up_to_the_most(number: int) -> N
     sentences = [f"mistake {at}" for at in range(number)]
     more = number - MOST_ALIKE
     assert first_of(sentences) == [*sentences[:MOST_ALIKE], *([f"and {more} more"] if more > 0 else [])]
+    assert first_of(sentences, 1) == [sentences[0], f"and {number - 1} more"]
+    assert first_of(sentences, number) == sentences
 
 
 def test_a_folder_name_is_cut_behind_the_most_bytes_and_then_has_a_hash_of_the_text() -> None:
@@ -232,6 +234,9 @@ def test_as_many_bytes_as_may_be_are_decoded_and_as_large_whole_numbers_read() -
     check_size(MOST_BYTES)
     with pytest.raises(ValueError, match=f"it has {MOST_BYTES + 1:,} bytes, expected at most {MOST_BYTES:,}$"):
         check_size(MOST_BYTES + 1)
+    check_size(10, "it asks for", 10)
+    with pytest.raises(ValueError, match=r"^it asks for 1,001 bytes, expected at most 1,000$"):
+        check_size(1001, "it asks for", 1000)
     assert [checked(number) for number in (-WHOLE, WHOLE - 1)] == [-WHOLE, WHOLE - 1]
     for number in (-WHOLE - 1, WHOLE):
         with pytest.raises(ValueError, match="neither a number nor a text"):

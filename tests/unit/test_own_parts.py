@@ -388,3 +388,7 @@ def test_a_figure_that_cannot_be_is_told_with_what_it_may_be_and_where() -> None
         "`figures: ClassVar[tuple[str, ...]]`"
     )
     check_declared("callback", "my/b", ("my/a", "my/b"))
+    with pytest.raises(
+        InputError, match=r"^task: another option has the figure 'my/a', too; rename it in `figures`$"
+    ):
+        check_figures([("task", ["my/a", "my/a"])])
