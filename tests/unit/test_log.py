@@ -660,3 +660,21 @@ def test_what_is_below_a_row_is_broken_for_the_terminal_between_two_keys(monkeyp
         "one",
         ["    optimizer.weight_decay=0.1", "    train.label_smoothing=0.1  x=0.1"],
     )
+
+
+LOGS = """
+import sys
+from pathlib import Path
+from lockstep.core import log
+from lockstep.core.run_dir import RunDir
+with log.rank_logging(RunDir.at(Path(sys.argv[1])), 0, separate=False):
+    log.logger.info("\\u00e9\\u6f22 \\udc80")
+"""
+
+
+def test_a_log_is_utf8_whatever_the_language_of_the_machine(tmp_path: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", LOGS, str(tmp_path)], env=environment, check=True)
+    run = RunDir(tmp_path)
+    for path in (run.log, run.rank_log(0)):
+        assert path.read_bytes().decode("utf-8").endswith(" INFO é漢 \\udc80\n")
