@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -462,3 +463,130 @@ def test_a_run_says_how_many_epochs_its_steps_are(
     train_here(tmp_path / "run", *FAKE, *rarely, f"dataset.examples={examples}", f"batch={batch}", f"steps={steps}")
     assert f"of global batch {batch}: {epochs}, seed 0\n" in (shown_by_run := capsys.readouterr().out)
     assert "warning" not in shown_by_run
+
+
+@pytest.mark.parametrize(
+    ("steps", "step", "position"),
+    [
+        (20, 10, "epoch 1/2  step 10/20  "),
+        (20, 11, "epoch 2/2  step 11/20  "),
+        (21, 21, "epoch 3/3  step 21/21  "),
+        (100, 1, "epoch  1/10  step   1/100  "),
+        (101, 101, "epoch 11/11  step 101/101  "),
+    ],
+)
+def test_an_epoch_that_has_begun_counts_and_the_places_of_a_run_are_below_each_other(
+    steps: int, step: int, position: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = dataclasses.replace(PLAN, total_steps=steps)
+    lines = Lines(plan, TimeLeft(plan, TrainingClock(), 0), Monitor())
+    lines.evaluated(step, SCORES, None, best=False)
+    lines.close()
+    assert capsys.readouterr().out.startswith(f"{position}val loss")
+
+
+@pytest.mark.parametrize(
+    ("monitor", "scores", "columns"),
+    [
+        ("-mae", {**SCORES, "metric/mae": 0.123456}, "val loss 0.2500  val mae 0.1235  left"),
+        ("-mae", SCORES, "val loss 0.2500  left"),
+        ("top5", SCORES, "val loss 0.2500  val top-5 99.00 %  left"),
+        ("recall/cat", {**SCORES, "metric/recall/cat": 0.0}, "val loss 0.2500  val recall/cat 0  left"),
+    ],
+)
+def test_the_figure_that_is_monitored_stands_behind_the_loss(
+    monitor: str, scores: dict[str, float], columns: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines(PLAN, left(0), Monitor.parse(monitor))
+    lines.evaluated(5, scores, None, best=True)
+    lines.close()
+    assert f"step  5/25  {columns}" in capsys.readouterr().out
+
+
+def test_a_narrow_line_keeps_the_score_that_decides_and_the_log_has_them_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", log.logger.name)
+    texts = {}
+    for width in (40, 58):
+        screen = terminal(monkeypatch, width)
+        bar = Bar(PLAN, left(0), Monitor())
+        bar.evaluated(11, AVERAGED, WINDOW, best=True)
+        bar.close()
+        texts[width] = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
+    assert "epoch 2/3  average 95.00 %  left" in texts[40]
+    assert "epoch 2/3  val top-1 93.46 %  average 95.00 %  left" in texts[58]
+    whole = "epoch 2/3  step 11/25  loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %  val loss 0.2500  val top-1 "
+    assert [message.startswith(f"{whole}93.46 %  average 95.00 %") for message in caplog.messages] == [True] * 2
+
+
+def test_the_bar_is_erased_at_the_end_and_has_the_letters_of_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ascii(Screenful):
+        encoding = "ascii"
+
+    for screen, full, other in ((Screenful(), "━", "#"), (Ascii(), "#", "━")):
+        monkeypatch.setattr(console, "terminal", console.Terminal(file=screen, width=120, highlight=False))
+        monkeypatch.setattr(sys, "stdout", screen)
+        bar = Bar(PLAN, left(0), Monitor())
+        bar.advance(20, 0.0)
+        shown_line = bar.status().plain
+        bar.close()
+        assert (full in shown_line, other in shown_line) == (True, False)
+        assert screen.getvalue().endswith("\x1b[2K")
+
+
+def test_ten_seconds_after_a_line_a_log_point_is_another(
+    passes: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines(PLAN, left(0), Monitor())
+    for seconds, is_shown in ((9.5, False), (0.5, True), (9.5, False), (0.5, True)):
+        passes(seconds)
+        lines.window(WINDOW, WINDOW)
+        assert bool(capsys.readouterr().out) == is_shown
+    lines.close()
+
+
+def test_a_silence_is_counted_from_the_last_line_whatever_it_was(
+    passes: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line is shown 20 s after the beginning; the two that break a silence come 30 s after the line before."""
+    lines, waits = Lines(PLAN, left(0), Monitor()), list[float]()
+    lines.close()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        passes(20)
+        if len(waits) == 1:
+            lines.evaluated(1, SCORES, None, best=False)
+        passes(seconds - 20)
+        return len(waits) == 4
+
+    lines.closed = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    lines._break_silence()
+    assert waits == [30, 20, 30, 30]
+    first, *later = capsys.readouterr().out.splitlines()
+    assert "val loss" in first
+    assert [re.findall("in step 1 for ([0-9:]+)", line) for line in later] == [["0:50"], ["1:20"]]
+
+
+def test_a_row_of_a_notebook_is_a_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO", log.logger.name)
+    monkeypatch.setitem(sys.modules, "IPython.display", Output())  # type: ignore[arg-type]
+    cell = shown.Cell(PLAN, left(0), Monitor())
+    cell.evaluated(11, SCORES, None, best=True)
+    (message,) = caplog.messages
+    assert message.startswith("epoch 2/3  step 11/25  val loss 0.2500  val top-1 93.46 %  left")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_long_line_about_the_progress_of_a_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shown_progress, "SILENCE_S", 0.01)
+    activity, stderr = "predicting " + "x" * 200, ""
+    with progress(activity, 40):
+        while f"{activity}  0/40" not in stderr and "\n" not in stderr:
+            stderr += capfd.readouterr().err
+    assert f"{activity}  0/40  left ?\n" in stderr

@@ -66,6 +66,8 @@ def test_a_model_that_decides_by_values_is_not_counted_and_stays_as_it_was() -> 
         ("NVIDIA H100 PCIe", torch.bfloat16, False, 756e12),
         ("NVIDIA A100-SXM4-80GB", torch.float32, True, 156e12),
         ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5e12),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, True, 312e12),
+        ("NVIDIA H200", torch.float64, True, 0),
         ("NVIDIA L40S", torch.bfloat16, False, 362e12),
         ("NVIDIA H100 NVL", torch.bfloat16, False, 836e12),
         ("NVIDIA GH200 480GB", torch.bfloat16, False, 989e12),

@@ -1,5 +1,6 @@
 """The figures of the hardware: of GPUs by a fake NVML, as most test machines have none, and of real processes."""
 
+import ctypes
 import itertools
 import json
 import os
@@ -403,3 +404,75 @@ def test_a_part_that_fails_is_sampled_no_more_and_the_others_go_on(capsys: pytes
     assert HardwareWatch(parts[:2], sink, lambda: 0).joules == 0
     assert HardwareWatch(parts[:1], sink, lambda: 0).joules is None
     assert watching.close() == {"gpu_util": 30.0}
+
+
+def test_the_clock_and_the_temperature_are_those_of_the_multiprocessors(
+    nvml: FakeNvml, gpus: Callable[..., Gpus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = {pynvml.NVML_CLOCK_GRAPHICS: 1, pynvml.NVML_CLOCK_SM: 2, pynvml.NVML_CLOCK_MEM: 3}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda gpu, clock: clocks[clock])
+    sensors = {pynvml.NVML_TEMPERATURE_GPU: 61}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda gpu, sensor: sensors[sensor])
+    figures = gpus().sample(1)
+    assert (figures["gpu/sm/0"], figures["gpu/temp_c/0"]) == (2, 61)
+
+
+def test_each_active_share_is_of_the_time_since_the_sample_before(
+    nvml: FakeNvml, gpus: Callable[..., Gpus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses, clock, intervals = itertools.count(1), itertools.count(1), list[tuple[int, int]]()
+    moments: dict[int, int] = {}  # by the address of a sample, when it was moments last
+
+    def address(sample: Any) -> int:
+        number = ctypes.cast(sample, ctypes.c_void_p).value
+        assert number is not None
+        return number
+
+    def measured(request: Any) -> None:
+        assert request.version == pynvml.NVML_GPM_METRICS_GET_VERSION
+        intervals.append((moments[address(request.sample1)], moments[address(request.sample2)]))
+        nvml.shares(request)
+
+    monkeypatch.setattr(pynvml, "nvmlGpmSampleAlloc", lambda: ctypes.cast(next(addresses), pynvml.c_nvmlGpmSample_t))
+    monkeypatch.setattr(
+        pynvml, "nvmlGpmSampleGet", lambda gpu, sample: moments.update({address(sample): next(clock)})
+    )
+    monkeypatch.setattr(pynvml, "nvmlGpmMetricsGet", measured)
+    part = gpus()
+    for _ in range(4):
+        part.sample(1)
+    assert intervals == [(1, 2), (2, 3), (3, 4), (4, 5)]
+
+
+def test_the_power_of_the_processors_is_what_their_energy_has_risen_by_in_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, counter = [0.0], tmp_path / "energy_uj"
+    monkeypatch.setattr(hardware.time, "monotonic", lambda: now[0])
+    counter.write_text("7000000")
+    part, watts = Processes([os.getpid()], counters=[counter]), []
+    for seconds, microjoules in ((4.0, 17_000_000), (4.5, 18_000_000), (5.5, 18_000_000)):
+        now[0] = seconds
+        counter.write_text(str(microjoules))
+        watts.append(part.sample(1)["cpu/power_w"])
+    assert watts == [2.5, 2.0, 0.0]
+    assert part.joules == 11.0
+
+
+def test_who_follows_the_samples_is_shown_after_each_of_them(tmp_path: Path, nvml: FakeNvml) -> None:
+    sink, shown_after = Recorder(), list[int]()
+    watching = monitor_of(tmp_path, ["GPU-aa"], sink, itertools.count(6).__next__, period=0.01)
+    watching.sampled = lambda: shown_after.append(len(sink.lines))
+    watching.start()
+    wait_for(lambda: len(shown_after) >= 3)
+    watching.close()
+    assert shown_after == [*range(1, len(shown_after) + 1)]
+
+
+def test_the_gpus_are_watched_although_a_rank_has_ended(nvml: FakeNvml, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    (part,) = parts_of(gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", processes=[ended.pid])
+    assert isinstance(part, Gpus)
+    part.close()
+    assert part.file.closed

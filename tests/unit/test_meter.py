@@ -363,3 +363,109 @@ def test_the_pace_of_a_resumed_window_is_that_of_the_steps_of_this_process(passe
     telemetry.end_window(4, {}, None)
     ((_, figures),) = observer.of("write")
     assert (figures["perf/step_ms"], figures["perf/img_per_s"]) == (1000.0, 2.0)
+
+
+@pytest.mark.parametrize("logged", [(1,), (2,), (1, 2), (4,), (4, 5), (2, 5)], ids=str)
+def test_an_epoch_of_a_resume_has_its_steps_in_and_before_the_open_window(logged: tuple[int, ...]) -> None:
+    """Six steps in two epochs; the evaluation at the end is of the second one, from step 4 on."""
+
+    def run(telemetry: Telemetry, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            add(telemetry, step, step / 7, step % 3, broken=int(step == 5))
+            if step in logged:
+                telemetry.end_window(step, {}, None)
+
+    telemetry, whole, _ = meter_of()
+    run(telemetry, 1, 6)
+    telemetry.evaluated(6, {}, best=False)
+    for stop_at in range(1, 6):
+        telemetry, *_ = meter_of()
+        run(telemetry, 1, stop_at)
+        telemetry, observer, display = meter_of(stop_at, opened=telemetry.open_window())
+        run(telemetry, stop_at + 1, 6)
+        telemetry.evaluated(6, {}, best=False)
+        assert observer.of("evaluated") == whole.of("evaluated")
+        epoch = display.of("evaluated")[0][2]
+        own = sum(2 - (step == 5) for step in range(stop_at + 1, 7) if step > 3)
+        assert (epoch.first, epoch.last, epoch.examples) == (4, 6, own), "the rate is that of this process"
+
+
+def test_the_open_windows_of_several_ranks_are_kept_rank_by_rank_the_earlier_epoch_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gathered(self: World, own: list[Any]) -> list[list[Any]]:
+        return [own, [{**own[1], "hits": 7}], [{**state, "hits": 8} for state in own]]
+
+    monkeypatch.setattr(World, "gather_to_main", gathered)
+    telemetry, *_ = meter_of()
+    for step in (3, 4):
+        add(telemetry, step, 1.0, step - 3)
+    trails = telemetry.open_window()["trails"]
+    assert [(trail["steps"], trail["hits"]) for trail in trails] == [([3], 0), ([4], 7), ([3], 8), ([4], 1), ([4], 8)]
+
+
+def test_a_step_is_timed_from_the_first_request_of_its_data_on(passes: Callable[[float], None]) -> None:
+    telemetry, *_ = meter_of(world=replace(World.solo(), size=2))
+    passes(7)  # before the first request
+
+    def groups() -> Iterator[int]:
+        for number in (1, 2):
+            passes(2)
+            yield number
+
+    def prepare(numbers: Iterator[int]) -> Iterator[Any]:
+        for number in numbers:
+            passes(1)
+            yield SimpleNamespace(step=number)
+
+    for _ in telemetry.watch(groups(), prepare):
+        passes(2)
+        telemetry.stragglers.forward_done()
+        passes(1)
+    assert [*telemetry.stragglers.history] == [(6.0, 5.0)] * 2
+    assert telemetry.clock.so_far() == (12.0, 4.0)
+
+
+@pytest.mark.parametrize("comparable", [True, False])
+def test_ranks_are_compared_where_they_do_the_same_work(comparable: bool) -> None:
+    telemetry, *_ = meter_of(world=replace(World.solo(), size=2), comparable=comparable)
+    assert telemetry.stragglers.comparable == comparable
+    assert telemetry.stragglers.world.size == 2
+
+
+@pytest.mark.parametrize(("rank", "of_other", "own", "first"), [(0, 2, 3, 2), (0, 3, 2, 2), (1, 1, None, 1)])
+def test_the_first_bad_step_is_that_of_any_rank(
+    rank: int, of_other: int, own: int | None, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def summed(self: World, tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.int64:
+            assert tensor[1 - rank] == 0, "each rank fills in its own place"
+            tensor[1 - rank] = of_other
+            return tensor
+        return tensor + torch.tensor([math.inf, 0.0, 0.0], dtype=torch.float64)  # what the other rank has lost
+
+    monkeypatch.setattr(World, "sum", summed)
+    world = replace(World.solo(), rank=rank, size=2)
+    telemetry, *_ = meter_of(world=world, comparable=False, loss_limit=1e9)
+    for step in (1, 2, 3):
+        add(telemetry, step, math.nan if step == own else 1.0, 0)
+    (window,) = telemetry.end_window(3, {}, None)
+    assert window.first_bad_step == first
+
+
+def test_each_figure_of_a_task_has_its_own_mean_and_a_scalar_its_digits() -> None:
+    telemetry, observer, _ = meter_of(names=["gap", "kl"])
+    add(telemetry, 1, 0.0, 0)
+    telemetry.log("kl", torch.tensor([1.0, 2.0]))
+    telemetry.log("gap", torch.tensor([10.0, 20.0]))
+    telemetry.end_window(1, {"optim/lr": 0.1, "optim/scale": torch.tensor(3)}, None)
+    ((_, figures),) = observer.of("write")
+    assert {"gap": 15.0, "kl": 1.5, "optim/lr": 0.1, "optim/scale": 3.0}.items() <= figures.items()
+
+
+def test_steps_that_took_no_time_have_a_rate(passes: Callable[[float], None]) -> None:
+    telemetry, *_ = meter_of()
+    add(telemetry, 1, 1.0, 0)
+    (window,) = telemetry.end_window(1, {}, None)
+    assert math.isfinite(window.rate)
+    assert window.wait_share == 0

@@ -174,3 +174,21 @@ def test_the_figures_of_a_run_are_sums_over_its_sessions(tmp_path: Path) -> None
     assert ("duration", format_duration(last["seconds"])) in facts_of(Run(run.path))["summary"]
     record = Record(number=0, overrides=(), folder=run.path.name)
     assert costs_of(Run(tmp_path / record.folder))["seconds"] == last["seconds"]
+
+
+def test_a_used_up_budget_says_how_much_was_used_and_what_to_do(tmp_path: Path) -> None:
+    spent = spending(tmp_path, hours=100.0, kwh=1.2345678)
+    spent.check()
+    assert spent.stop.reason == "budget.kwh=1.23457 is used up (2); a larger one lets the run continue"
+
+
+@pytest.mark.parametrize(("price", "usd"), [(None, {}), (0.0, {"usd": 0.0}), (1.5, {"usd": 3.0})])
+def test_a_run_costs_money_where_it_has_a_price(
+    price: float | None, usd: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("lockstep.telemetry.hardware_watch.time", SimpleNamespace(monotonic=lambda: now))
+    spent = spending(tmp_path, joules=None)
+    spent.usd_per_gpu_hour = price
+    now = 3600.0
+    assert spent.so_far() == {"hours": 1.0, "gpu_hours": 2.0, **usd}

@@ -263,3 +263,76 @@ def test_the_last_ten_steps_of_each_rank_are_judged(
         assert torch.equal(of_ranks, expected)
     assert Stragglers(World.solo()).comparable is False
     assert Stragglers(World.solo()).waited_share == 0
+
+
+def test_the_parts_of_a_step_on_a_gpu_are_timed_by_events_and_waited_for_when_they_are_read(
+    passes: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at: float | None = None
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, later: "Event") -> float:
+            assert waits, "it has not happened yet"
+            assert self.at is not None
+            assert later.at is not None
+            return 1000 * (later.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(time.perf_counter()))
+    times = TimeSpent(nn.Linear(3, 4), torch.device("cuda", 0), reduces=True, period=1)
+    assert not any(times.shares(0.0).values())
+    for _ in range(LEAST_TIMED):
+        step(times, passes, micro_batches=1, reduction=4)
+    assert waits == [], "no step waits"
+    expected = {"forward": 0.1, "backward": 0.2, "optimizer": 0.3, "communication": 0.4}
+    for _ in range(2):
+        assert shown(times.shares(0.0)) == pytest.approx(expected)
+    assert len(waits) == 1, "nothing was timed since"
+
+
+@pytest.mark.parametrize(
+    ("excess", "step_s", "named"),
+    [(0.25, 0.8, True), (0.25, 0.85, False), (0.01, 0.02, True), (0.0099, 0.02, False), (0.3, 1.0, True)],
+)
+def test_a_rank_is_slow_from_three_tenths_of_a_step_and_ten_milliseconds_on(
+    excess: float, step_s: float, named: bool
+) -> None:
+    busy = torch.zeros(2, JUDGED_STEPS, dtype=torch.float64)
+    busy[1] = excess
+    sentence = Stragglers(World.solo()).judge(torch.stack([torch.full_like(busy, step_s), busy], 2))
+    assert sentence.startswith("rank 1 is slow") == named
+
+
+def test_each_slow_rank_is_named_once_with_the_middle_of_its_waits_and_of_its_own_steps() -> None:
+    stragglers, sentences_shown = Stragglers(replace(World.solo(), rank=1, size=3)), list[str]()
+    for slow, other in ((2, 0), (0, 1), (2, 0)):
+        busy, whole = torch.zeros(3, JUDGED_STEPS).double(), torch.ones(3, JUDGED_STEPS).double()
+        busy[slow] = torch.tensor([0.35, 0.35, 0.35, 0.4, 0.4, 0.4, 0.4, 0.9, 0.9, 0.9])
+        whole[slow] = torch.tensor([9.0, 0.7, 0.7, 0.7, 0.8, 0.8, 0.8, 0.9, 0.9, 9.0])
+        busy[other, -1] = 5.0  # once is no habit
+        sentences_shown.append(stragglers.judge(torch.stack([whole, busy], 2)))
+    words = "is slow: at each step the others wait 400 of 800 ms for it; look at what else runs on its cores"
+    assert [sentence.partition(", and")[0] for sentence in sentences_shown] == [
+        f"rank 2 {words}",
+        f"rank 0 {words}",
+        "",
+    ]
+
+
+def test_a_pause_is_over_when_its_context_ends(passes: Callable[[float], None]) -> None:
+    clock = TrainingClock()
+    passes(1)
+    for purpose, seconds in (("evaluation", 2), ("checkpoint", 4), ("evaluation", 8)):
+        with clock.pause(purpose):
+            passes(seconds)
+        passes(1)
+        assert clock.so_far().busy == time.perf_counter() - 100.0 - sum(clock.paused_for.values())
+    assert dict(clock.paused_for) == {"evaluation": 10, "checkpoint": 4}
+    assert clock.passed() == 18
