@@ -421,7 +421,7 @@ def test_each_active_share_is_of_the_time_since_the_sample_before(
     nvml: FakeNvml, gpus: Callable[..., Gpus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses, clock, intervals = itertools.count(1), itertools.count(1), list[tuple[int, int]]()
-    moments: dict[int, int] = {}  # by the address of a sample, when it was moments last
+    moments: dict[int, int] = {}  # by the address of a sample, the time of its last reading
 
     def address(sample: Any) -> int:
         number = ctypes.cast(sample, ctypes.c_void_p).value

@@ -1154,7 +1154,8 @@ def test_pictures_say_which_channels_they_show(channels: int, words: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("caf\u00e9", "caf\u00e9"), ("\u017f", "\u017f"), ("\u0180", "class 0"), ("", "")]
+    ("name", "text"),
+    [("caf\u00e9", "caf\u00e9"), ("\u017f", "\u017f"), ("\u0180", "class 0"), ("a\u0180b", "class 0"), ("", "")],
 )
 def test_a_name_that_the_font_of_pictures_does_not_have_is_a_number(name: str, text: str) -> None:
     assert pictures._name([name], 0) == text
@@ -1166,3 +1167,123 @@ def test_a_text_is_cut_to_what_fits_exactly() -> None:
     assert pictures._fitting("abcdefgh", width) == "abcdefgh"
     assert pictures._fitting("abcdefgh", width - 1).endswith("…")
     assert pictures._width("iii") >= pictures._MEASURE.textlength("iii")
+
+
+def test_the_names_of_the_axes_and_classes_of_a_confusion_matrix_are_at_their_rows_and_columns() -> None:
+    names = ["ab", "wxyz", "c"]
+    counts: dict[str, Any] = {name: [1] * 3 for name in ("examples", "predicted", "hits")}
+    matrix = Predictions(step=1, names=names, **counts, confusion=[[1, 0, 0]] * 3, curves=[], worst=[])
+    page = np.asarray(Image.open(BytesIO(pictures.heat(matrix))))
+    margin = len(page) - 3 * pictures.CELL
+
+    def is_at(text: str, left: int, top: int, *, turned: bool = False) -> bool:
+        letters = pictures._text(text)
+        pixels = np.asarray(letters.rotate(90, expand=True) if turned else letters)
+        return bool((page[top : top + len(pixels), left : left + pixels.shape[1]] == pixels).all())
+
+    assert is_at("predicted", margin, 2)
+    assert is_at("true", 2, margin, turned=True)
+    assert margin == 13 + 8 + pictures._width("wxyz")
+    for label, name in enumerate(names):
+        middle, end = margin + 24 * label + 12 - 6, margin - 4 - pictures._width(name)
+        assert is_at(name, end, middle), "a row is what is true"
+        assert is_at(name, middle, end, turned=True)
+
+
+def test_the_worst_images_are_shown_as_they_are_and_with_the_words_of_their_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sheets: list[tuple[list[np.ndarray], list[str]]] = []
+    monkeypatch.setattr(pictures, "sheet", lambda images, captions, **_: sheets.append((images, captions)))
+    image = np.arange(3 * 2 * 5, dtype=np.uint8).reshape(3, 2, 5)
+    for targets, label, predicted, caption in (
+        ("labels", [0, 1], [], "is cat, class 1\nsaid none (50 %)"),
+        ("values", [1.5, None], [0.25, 3.0], "is 1.5, not a number\nsaid 0.25, 3 (50 %)"),
+    ):
+        example = {**WORST[0], "label": label, "predicted": predicted, "probability": 0.5}
+        example["png"] = pictures.in_base64(image)
+        predictions = Predictions(
+            step=1, names=["cat", "\u65e5"], **COUNTS, curves=[], worst=[example], targets=targets
+        )
+        pictures.worst(predictions)
+        images, captions = sheets.pop()
+        assert captions == [caption]
+        assert [shown.tolist() for shown in images] == [image.tolist()]
+
+
+def test_a_picture_is_as_wide_and_as_high_as_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = pictures.svg(lambda axes: axes.plot([1, 2]), 4.0, 3.0).decode()
+    assert 'width="288pt" height="216pt"' in picture
+    sizes: list[tuple[float, ...]] = []
+    monkeypatch.setattr(pictures, "drawn", lambda draw, *size: sizes.append(size))
+    for columns in (2, 3, 4, 6):
+        pictures.parallel([*"abcdef"][:columns], [[1.0] * columns], [1.0])
+    assert sizes == [(4.4, 3.2), (4.4, 3.2), (pytest.approx(5.6), 3.2), (pytest.approx(8.4), 3.2)]
+
+
+def test_the_first_image_may_be_missing_and_a_sheet_has_columns_for_no_more_than_it_shows() -> None:
+    image = np.zeros((3, 10, 20), np.uint8)
+    page = np.asarray(Image.open(BytesIO(pictures.sheet([None, image], columns=3))).convert("L"))
+    assert page.shape == (80 + 4, 2 * (160 + 4)), "a third of the page is 160 pixels"
+    assert (page[:, :164] == 255).all()
+    assert (page[:80, 164:324] == 0).all()
+
+
+@pytest.mark.parametrize(("gap", "share"), [(0.0, 1.0), (math.nan, 0.0)])
+def test_a_row_has_the_digits_of_its_numbers_and_nothing_for_what_is_no_number(
+    gap: float, share: float, tmp_path: Path
+) -> None:
+    table = table_of(tmp_path / "metrics.csv", tags=["loss/val", "my/gap"])
+    table.write(95, {"loss/val": 1 / 3, "my/gap": gap, "perf/data_wait_pct": share})
+    table.end("completed")
+    (row,) = rows(tmp_path / "metrics.csv")
+    shown = (
+        row["step"],
+        row["epoch"],
+        row["val_loss"],
+        row["gap" if "gap" in row else "my/gap"],
+        row["data_wait_pct"],
+    )
+    assert shown == ("95", "9.5", "0.3333333333333333", "" if math.isnan(gap) else "0", str(int(share)))
+
+
+def test_only_an_evaluation_is_a_row_and_a_late_figure_of_training_is_in_the_next_one(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "metrics.csv")
+    table.write(1, {"optim/lr": 0.5})
+    table.write(2, {"acc/val_top1": 50.0})
+    table.write(3, {"optim/lr": 0.25, "test/loss": 1.0})
+    table.write(4, {"loss/val": 0.5})
+    table.end("completed")
+    read = [(row["step"], row["lr"], row["val_top1"], row["val_loss"]) for row in rows(tmp_path / "metrics.csv")]
+    assert read == [("2", "0.5", "50", ""), ("4", "0.25", "50", "0.5")]
+
+
+@pytest.mark.parametrize("name", [".mlflow.lock", "mlflow.db"])
+def test_no_link_is_followed_in_the_folder_of_mlflow(name: str, tmp_path: Path, mlflow: FakeMLflow) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=rf"{name} is a symbolic link"):
+        loggers.MLflow(folder=str(tmp_path / "store")).build(info_of(tmp_path))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_verdict_of_a_run_without_steps_is_at_the_first_one_and_a_file_that_failed_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = board(tmp_path / "run")
+    sink.end("completed")
+    sink.completed({"verdict": {"sentence": "it waits"}})
+    assert text_of(tmp_path / "run", "verdict") == (0, b"    it waits")
+    before = [*(tmp_path / "run").iterdir()]
+    sink.failed = True
+    sink.completed({"verdict": {"sentence": "it waits"}})
+    assert [*(tmp_path / "run").iterdir()] == before
+
+
+def test_the_event_files_of_a_run_are_closed_at_its_end(tmp_path: Path) -> None:
+    sink = tensorboard(tmp_path)
+    sink.write(1, {"loss/train": 1.0, "loss/val_ema": 0.5})
+    assert sink.files.keys() == {"", "val", "val_ema"}
+    sink.end("completed")
+    assert [file.file.closed for file in sink.files.values()] == [True] * 3
+    assert ("loss", 1) in written(tmp_path / "val_ema")
