@@ -1,6 +1,7 @@
 """The ledger of a sweep, the devices of its jobs, and its table, without Hydra and without a trainer."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -38,13 +39,21 @@ from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock, absent
 from lockstep.core.tags import Direction, Monitor
-from lockstep.records.ledger import Identity, Ledger, record_of, recorded, resumed_sweep, words_of_sweep
+from lockstep.records.ledger import (
+    Identity,
+    Ledger,
+    output_of,
+    record_of,
+    recorded,
+    resumed_sweep,
+    words_of_sweep,
+)
 from lockstep.records.record import Record, checked_direction
 from lockstep.records.runs import JobRun, read_jobs
 from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.program import JobError
-from lockstep.runtime.signals import PARENT, RUNG_END, STOPPED_EARLY
+from lockstep.runtime.signals import PARENT, RUNG_END, STOPPED_EARLY, StopNow
 from lockstep.sweeps import line as line_of_sweep
 from lockstep.sweeps import pool, pool_launcher, search
 from lockstep.sweeps.devices import Devices, Needs, Share
@@ -1685,3 +1694,133 @@ def test_a_fresh_job_has_its_share_and_its_own_variables_before_those_of_the_com
     assert words == [*job.command, override("hydra.run.dir", ledger.folder / record.folder)]
     expected = {"CUDA_VISIBLE_DEVICES": "1", "OWN": "job", "KEPT": "yes", PARENT: str(os.getpid())}
     assert expected.items() <= variables.items()
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "a.bin")
+NOT_BEGUN = "stopped before a step was finished; nothing is lost: rerun the command, or use resume=latest"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "state", "sentence"),
+    [
+        (JobError(InputError("it is wrong")), InputError, State.failed, "it is wrong"),
+        (JobError(Stopped("saved at step 3")), Stopped, State.stopped, "saved at step 3"),
+        (KeyError("x"), KeyError, State.failed, "KeyError: 'x'"),
+        (FULL, StorageError, State.stopped, "a.bin cannot be written (No space left on device); free space there"),
+        (StopNow(), Stopped, State.stopped, NOT_BEGUN),
+        (KeyboardInterrupt(), Stopped, State.stopped, NOT_BEGUN),
+        (Interrupted(), Interrupted, State.stopped, str(Interrupted())),
+    ],
+    ids=repr,
+)
+def test_what_ended_a_job_is_in_its_record_in_the_words_of_its_error(
+    error: BaseException, kind: type[BaseException], state: State, sentence: str, tmp_path: Path
+) -> None:
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "a")])
+
+    def fails() -> float:
+        raise error
+
+    with pytest.raises(kind) as raised:
+        recorded(ledger, record, fails)
+    assert type(raised.value) is kind
+    assert raised.value.__suppress_context__
+    ended = ledger.read(record)
+    assert (ended.state, ended.error, ended.objective) == (state, sentence, None)
+    assert ended.exit_code == getattr(kind, "exit_code", LockstepError.exit_code)
+
+
+def test_a_job_that_is_stopped_at_its_start_says_how_far_it_was_saved(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "a")])
+    run = RunDir.at(tmp_path / record.folder)
+    run.write_summary(steps=9)
+    run.last.write_text("step-00000007\n")
+
+    def stops() -> float:
+        raise StopNow
+
+    with pytest.raises(Stopped, match=r"^stopped at step 7 of 9, which was saved: rerun the command"):
+        recorded(ledger, record, stops)
+
+
+def test_a_sweep_that_a_full_disk_does_not_take_is_no_mistake_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("lockstep.records.ledger.make_folder", full)
+    ledger = Ledger(tmp_path / "sweep")
+    with pytest.raises(StorageError):
+        ledger.create(ONE)
+    assert not ledger.is_new
+
+
+@pytest.mark.parametrize("number", [0, 12, 1003])
+def test_a_damaged_record_of_a_job_without_a_folder_has_its_number_alone(number: int, tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    assert ledger.path_of(number) == tmp_path / "jobs" / f"{number:03}.json"
+    assert output_of(ledger, replace(job(0), number=number)) == tmp_path / "jobs" / f"{number:03}.log"
+    ledger.path_of(number).write_text("{")
+    (damaged,) = ledger.records()
+    assert (damaged.number, damaged.folder, damaged.overrides) == (number, f"{number:03}", ())
+    assert damaged.state is State.damaged
+
+
+def test_a_job_without_overrides_is_known_again_and_takes_no_damaged_record(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    (one,) = ledger.enter([([], "usual")])
+    assert ledger.enter([([], "usual")]) == [one]
+    ledger.path_of(0).write_text("{")
+    (other,) = ledger.enter([([], "usual")])
+    assert (other.number, other.folder, other.state) == (1, "001-usual", State.waiting)
+    assert ledger.record(0).state is State.damaged
+    assert not ledger.path_of(0).with_suffix(".damaged").exists()
+
+
+def test_the_best_is_named_in_a_line_of_text_and_not_written_again(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={seed}"], f"seed={seed}") for seed in (1, 2)])
+    for record, score in zip(records, (5.0, 4.0), strict=True):
+        (tmp_path / record.folder).mkdir()
+        ledger.end(record, State.done, objective=score)
+        assert (tmp_path / "best").read_text() == "000-seed=1\n"
+        os.utime(tmp_path / "best", (1.0, 1.0))
+    ledger.mark_best()
+    assert (tmp_path / "best").stat().st_mtime == 1.0
+
+
+def test_a_key_that_one_of_two_sweeps_does_not_have_has_its_default_there() -> None:
+    earlier, later = Identity(base={"batch": 64}), Identity(base={"batch": 64, "seed": 0, "epochs": 20})
+    assert (earlier.difference(later), later.difference(earlier)) == ("", "")
+    other = Identity(base={"batch": 64, "seed": 1, "epochs": 20})
+    assert earlier.difference(other) == "seed is None there and 1 here"
+    assert other.difference(later) == "seed is 1 there and 0 here"
+
+
+def test_a_sweep_is_looked_for_in_the_usual_folder_of_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Ledger(tmp_path / "outputs" / "sweeps" / "one").create(ONE)
+    assert words_of_sweep(["-m", "sweep.resume=latest"]) == ["-m", *ONE.words, "sweep.resume=latest"]
+    assert words_of_sweep(["-m", "name=a", "sweep.resume=latest"]) == [
+        "-m",
+        *ONE.words,
+        "name=a",
+        "sweep.resume=latest",
+    ]
+    for words in (["sweep.resume=latest", "+epochs=3"], ["--sweep.resume=latest"], ["sweep.resume"]):
+        assert words_of_sweep(words) == words
+
+
+def test_the_job_in_a_folder_is_that_of_its_number_and_of_no_other_name(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    ledger.write(replace(job(0), number=1003, folder="1003-job"))
+    entry = record_of(tmp_path / "1003-job")
+    assert entry is not None
+    assert (entry[0].folder, entry[1].number) == (tmp_path, 1003)
+    for name in ("1003-other", "1003", "01003-job", "x-job"):
+        assert record_of(tmp_path / name) is None, name
