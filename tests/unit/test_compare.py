@@ -31,7 +31,7 @@ from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, relative, slug
-from lockstep.core.tags import Direction
+from lockstep.core.tags import Direction, Monitor
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import (
     Record,
@@ -40,12 +40,27 @@ from lockstep.records.record import (
     figure_of,
     head,
     job_key,
+    objectives_of,
     score_text,
     swept_keys,
+    unmeasured,
     varied,
 )
-from lockstep.records.runs import differing, groups, is_below, ordered, read_runs, welch
-from lockstep.records.tables import _difference, errors_of, job_numbers
+from lockstep.records.runs import (
+    JobRun,
+    differing,
+    existing,
+    groups,
+    is_below,
+    ordered,
+    read_jobs,
+    read_runs,
+    read_single,
+    run_folders,
+    setting,
+    welch,
+)
+from lockstep.records.tables import _difference, column_of_figure, columns_of_keys, errors_of, job_numbers
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
 from lockstep.report.runs import _fits, runs
@@ -1285,3 +1300,187 @@ def test_a_table_in_another_form_has_no_sentences_and_chosen_figures_no_differen
     shown = table(capsys)
     assert "to the best" not in shown, "there is nothing to compare it with"
     assert "best: job 0 with 0.00 % top-1" in shown
+
+
+def test_a_job_is_what_its_record_says_unless_its_files_are_damaged(swept: Ledger) -> None:
+    record = swept.write(replace(swept.records()[0], started=7.0, error="odd"))
+    monitor = swept.identity().monitor
+    of_record = JobRun(swept, record, monitor)
+    assert (of_record.state, of_record.score, of_record.error, of_record.started) == ("done", 90.0, "odd", 7.0)
+    assert of_record.overrides == ["optimizer.lr=0.1", "seed=0"]
+    assert of_record.path == swept.folder / "0"
+    assert of_record.monitor == monitor, "its summary names none"
+    RunDir(swept.folder / record.folder).summary.write_text("{")
+    damaged = JobRun(swept, record, monitor)
+    assert (damaged.state, damaged.score) == (State.damaged, None)
+    assert "summary.json" in damaged.error
+    waiting = JobRun(swept, Record(number=9, overrides=("seed=9",), folder="009-none"), Monitor.parse("-loss"))
+    assert (waiting.state, waiting.score, waiting.error, waiting.overrides) == ("waiting", None, "", ["seed=9"])
+    assert str(waiting.monitor) == "-loss"
+
+
+def test_a_folder_has_its_runs_by_name_a_sweep_before_its_jobs_and_no_run_within_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("c", "a", "a/inner", "b/000-x", "locked/x", "gone/x"):
+        run(tmp_path / name)
+    Ledger(tmp_path / "b").create(Identity())
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if Path(path).name in ("locked", "gone"):
+            raise (PermissionError if str(path).endswith("locked") else FileNotFoundError)(13, "no", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    names = [str(folder.relative_to(tmp_path)) for folder in run_folders(tmp_path)]
+    assert names == ["a", "b", "b/000-x", "c", "locked"]
+    assert [*run_folders(tmp_path / "a")] == [tmp_path / "a"]
+    assert [*run_folders(tmp_path / "none")] == []
+
+
+def test_a_folder_that_a_user_names_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "outputs" / "a")
+    (tmp_path / "outputs" / "latest").write_text("a\n")
+    assert existing("outputs") == Path("outputs")
+    assert existing("latest").resolve() == (tmp_path / "outputs" / "a").resolve()
+    (tmp_path / "file").touch()
+    for name in ("file", "none"):
+        with pytest.raises(
+            InputError, match=rf"^{name} is not a folder; name a run, a sweep, or a folder of them, such"
+        ):
+            existing(name)
+
+
+def test_a_single_run_and_a_job_are_told_apart(swept: Ledger, tmp_path: Path) -> None:
+    alone, (job, *_) = run(tmp_path / "000-alone", score=1.0), swept.records()
+    assert type(read_single(alone)) is Run
+    read = read_single(swept.folder / job.folder)
+    assert isinstance(read, JobRun)
+    assert (read.record, read.monitor) == (job, swept.identity().monitor)
+    assert [one.record for one in read_jobs(swept) if isinstance(one, JobRun)] == swept.records()
+
+
+def test_a_value_that_refers_to_the_seed_is_one_setting_of_all_seeds(tmp_path: Path) -> None:
+    for name, word in (("a", "init_from=base/${seed}"), ("b", "init_from=base/${batch}")):
+        for seed in (0, 1):
+            folder = run(tmp_path / f"{name}{seed}", word, f"seed={seed}", score=float(seed))
+            value = f"base/{seed if name == 'a' else 64}"
+            RunDir(folder).composed.write_text(components.dump({**COMPOSED, "seed": seed, "init_from": value}))
+    rows = groups(read_runs(tmp_path))
+    assert sorted((row["init_from"], row["done"]) for row in rows) == [("base/${seed}", 2), ("base/64", 2)]
+
+
+def test_a_monitor_that_was_chosen_by_itself_is_the_one_that_is_named(tmp_path: Path) -> None:
+    for name, monitor in (("a", "auto"), ("b", "top1")):
+        folder = judged(tmp_path / name, monitor="top1", score=1.0)
+        composed = components.read_config(RunDir(folder).composed)
+        RunDir(folder).composed.write_text(components.dump({**composed, "monitor": monitor}))
+    assert differing(read_runs(tmp_path)) == []
+    assert [row["done"] for row in groups(read_runs(tmp_path))] == [1]
+
+
+def test_code_that_changed_in_a_run_has_all_its_words(tmp_path: Path) -> None:
+    code = {"mine": {"sha256": "b" * 64, "files": {}}, "other": {"sha256": "c" * 64, "files": {}}}
+    earlier = [{"package": "mine", "until_step": step, "sha256": digit * 64} for step, digit in ((5, "e"), (9, "a"))]
+    run(tmp_path / "0", score=2.0, code=code, earlier_code=earlier)
+    run(tmp_path / "1", score=1.0, code=code, earlier_code=[])
+    rows = groups(read_runs(tmp_path))
+    assert [row["code of mine"] for row in rows] == ["#eeeeeee, #aaaaaaa, #bbbbbbb", "#bbbbbbb"]
+    assert not [key for row in rows for key in row if key == "code of other"], "it is the same"
+
+
+def test_a_key_that_no_run_has_is_answered_with_those_that_differ(swept: Ledger, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--by x: no run has this key; they differ in optimizer\.lr, seed$"):
+        groups(read_runs(swept.folder), by=["seed", "x"])
+    with pytest.raises(InputError, match=r"they differ in none$"):
+        groups([Run(run(tmp_path / "alone"))], by=["x"])
+
+
+def test_the_numbers_of_jobs_are_those_of_one_sweep(swept: Ledger, tmp_path: Path) -> None:
+    assert [row["jobs"] for row in groups(read_runs(swept.folder))] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    other = sweep(swept.folder.parent / "two", {("batch=8",): 50.0, ("batch=16",): 60.0})
+    assert [row["jobs"] for row in groups(read_runs(other.folder))] == [[1], [0]]
+    both = groups([*read_runs(swept.folder), *read_runs(other.folder)])
+    alone = groups([*read_runs(other.folder), Run(run(tmp_path / "alone", score=1.0))])
+    assert not [row for row in (*both, *alone) if "jobs" in row]
+
+
+def test_figures_of_a_row_have_their_own_mean_and_spread(tmp_path: Path) -> None:
+    for seed, (gap, f1) in enumerate(((1.0, 10.0), (2.0, 20.0), (6.0, None))):
+        folder = judged(tmp_path / str(seed), f"seed={seed}", monitor="top1", score=50.0, scores={"f1": f1})
+        RunDir(folder).metrics.write_text(json.dumps({"step": 1, "my/gap": gap}) + "\n")
+    (row,) = groups(read_runs(tmp_path), names=["my/gap", "batch"])
+    assert (row["my/gap"], row["my/gap_spread"]) == (3.0, pytest.approx(7**0.5))
+    assert (row["f1"], row["f1_spread"]) == (15.0, pytest.approx(50**0.5))
+    assert (row["score"], row["spread"], row["batch"]) == (50.0, 0.0, "64")
+    assert (row["monitor"], row["direction"]) == ("top1", Direction.maximize)
+
+
+def test_only_a_value_that_is_the_default_of_a_config_is_one(swept: Ledger, tmp_path: Path) -> None:
+    alone = Run(run(tmp_path / "a", "batch=128", score=1.0))
+    values = {key: (setting(alone, key), setting(alone, key).is_default) for key in ("batch", "seed", "none")}
+    assert values == {"batch": ("128", False), "seed": ("0", True), "none": ("", True)}
+    waiting = JobRun(swept, Record(number=9, overrides=("seed=0",), folder="009-none"), Monitor())
+    assert (setting(waiting, "seed"), setting(waiting, "seed").is_default) == ("0", False), "nothing is known of it"
+
+
+def test_chosen_keys_are_columns_alone_and_else_all(tmp_path: Path) -> None:
+    rows = [{"a": "1", "b": "2"}, {"b": "3"}]
+    heads = {
+        names: [column.head for column in columns_of_keys(rows, ["a", "b"], names)] for names in ((), ("b", "x"))
+    }
+    assert heads == {(): ["a", "b"], ("b", "x"): ["b"]}
+    assert [column.head for column in columns_of_keys(rows, ["a", "b"], ["x"])] == ["a", "b"]
+
+
+def test_the_score_of_the_test_split_has_the_digits_and_the_direction_of_the_score() -> None:
+    rows = [{"test": 91.5, "test_spread": 0.25, "score": 90.0}, {"test": 80.0, "score": None}, {"score": None}]
+    column = column_of_figure(rows, "test", Monitor(), {})
+    assert (column.cells, column.best) == (["91.50 ± 0.25", "80.00", ""], [0])
+    column = column_of_figure(rows, "test", Monitor.parse("-top1"), {})
+    assert column.best == [1]
+    assert column_of_figure(rows, "score", Monitor(), {}).best == [], "it is the only one"
+    assert [column_of_figure(rows, name, Monitor(), {}).may_move for name in ("score", "test")] == [False, True]
+
+
+def test_settings_of_one_run_have_no_interval_and_tables_a_line_between_them(
+    judged_runs: Path, tmp_path: Path, capsys: CAPSYS
+) -> None:
+    other = sweep(tmp_path / "other", {("batch=1",): 1.0, ("batch=2",): 2.0})
+    compared("other")(tmp_path)
+    shown = table(capsys)
+    assert "to the best" in shown
+    assert "Welch" not in shown
+    assert "best: job 1 with 2.00 % top-1, " in shown
+    shutil.rmtree(other.folder)
+    for show in (compared(), listing()):
+        show(judged_runs)
+        blocks = table(capsys).split("\n\n")
+        assert [bool(re.match(r"(model|name|val) ", block)) for block in blocks] == [True] * 4
+
+
+@pytest.mark.parametrize(("state", "known"), [(State.done, [5.0, 0.5]), (State.pruned, []), (State.failed, [])])
+def test_only_a_job_that_is_done_has_objectives_and_only_all_of_them(
+    state: State, known: list[float], tmp_path: Path
+) -> None:
+    RunDir.at(tmp_path / "000-a").write_summary(scores={"f1": 0.5}, spent={"kwh": 0.0})
+    objective = None if state is State.failed else 5.0
+    record = Record(number=0, overrides=(), folder="000-a", state=state, objective=objective)
+    assert objectives_of(tmp_path, record, ["score", "f1"]) == known
+    assert objectives_of(tmp_path, record, ["kwh"]) == [0.0] * bool(known)
+    assert objectives_of(tmp_path, record, ["score", "megabytes"]) == []
+
+
+def test_the_jobs_without_an_objective_are_named_for_each_of_them(tmp_path: Path) -> None:
+    records = [Record(number=n, overrides=(), folder=f"{n:03}-a", state=State.done, objective=1.0) for n in range(4)]
+    for record in records[:2]:
+        RunDir.at(tmp_path / record.folder).write_summary(scores={"f1": 0.5})
+    failed = replace(records[3], state=State.failed, objective=None)
+    names = ["score", "f1", "kwh"]
+    remedies = "which cannot be compared by it; remove it: sweep.objectives="
+    assert unmeasured(tmp_path, [*records[:3], failed], names) == [
+        f"sweep.objectives: f1 was not measured in job 2, {remedies}[score,kwh]",
+        f"sweep.objectives: kwh was not measured in jobs 0, 1, 2, {remedies}[score,f1]",
+    ]
