@@ -24,6 +24,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.records.ledger import Identity, Ledger
+from lockstep.report import watch
 from lockstep.report.watch import WatchServer
 from lockstep.runtime import local_server
 from lockstep.runtime.addresses import loopback_server
@@ -243,3 +244,33 @@ def test_the_page_of_a_sweep_renews_itself_while_a_job_may_change(state: State, 
     server = WatchServer(tmp_path, 0)
     with closing(server.socket):
         assert ('http-equiv="refresh"' in server.page("/")) == (state in (State.waiting, State.running))
+
+
+def test_a_job_of_a_sweep_is_a_part_of_it_also_if_it_is_the_newest(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity(swept=("a",), words=("a=1",)))
+    (record,) = ledger.enter([(("a=1",), "a")])
+    for number, folder in enumerate((tmp_path / "alone", ledger.folder / record.folder)):
+        RunDir.at(folder).overrides.write_text("[]")
+        os.utime(folder, (2e9 + number, 2e9 + number))
+    assert watch.newest(tmp_path) == tmp_path / "alone"
+    os.utime(ledger.folder, (2e9 + 9, 2e9 + 9))
+    assert watch.newest(tmp_path) == ledger.folder
+    assert watch.newest(ledger.folder) == ledger.folder
+    assert watch.newest(ledger.folder / record.folder) == ledger.folder / record.folder
+
+
+def test_the_command_says_what_it_shows_at_the_port_that_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, int]] = []
+    RunDir.at(tmp_path / "runs" / "one").overrides.write_text("[]")
+    monkeypatch.setattr(
+        WatchServer, "serve_until_signal", lambda self, what: shown.append((what, self.port)) or self.socket.close()
+    )
+    with closing(loopback_server()) as other:
+        port = other.getsockname()[1]
+    watch.watch(str(tmp_path / "runs"), port=port)
+    assert shown == [(f"shows {tmp_path / 'runs' / 'one'}", port)]
+    with closing((server := WatchServer(tmp_path, 0)).socket):
+        assert 'http-equiv="refresh" content="5"' in server.page("/"), "it waits"

@@ -374,3 +374,79 @@ def test_the_parts_of_a_secret_are_those_between_spaces_quotes_and_backslashes()
     values = {"PASSWORD": "abcdef \"ghijkl' short mnopqr\\stuvwx", "a": ["my.TOKEN=secret1", "plain=secret2"]}
     values |= {"credentials": {"user": "somebody"}, "authors": "everybody"}  # type: ignore[dict-item]
     assert [*secrets_in(values)] == ["abcdef", "ghijkl", "mnopqr", "stuvwx", "secret1", "somebody"]
+
+
+def test_a_log_of_a_run_is_whole_up_to_a_megabyte_and_one_of_a_job_up_to_a_part_of_it(
+    here: Path, run: RunDir, tmp_path: Path
+) -> None:
+    text = "a line\n" * 60_000
+    run.log.write_text(text)
+    report(str(run.path), bundle=True)
+    assert texts(here)["train.log"] == text
+    (here / "lockstep-one.zip").unlink()
+    (jobs := tmp_path / "sweep" / "jobs").mkdir(parents=True)
+    (jobs.parent / "sweep.json").write_text("{}")
+    (jobs / "000.log").write_text(text)
+    job = RunDir.at(jobs.parent / "000-a")
+    job.overrides.write_text("[]")
+    for lines, is_whole in ((9_000, True), (10_000, False)):
+        job.log.write_text("a line\n" * lines)
+        report(str(jobs.parent), bundle=True)
+        written = texts(here)
+        assert (written["000-a/train.log"] == job.log.read_text()) == is_whole
+        assert written["jobs/000.log"] == text, "it is a file of the sweep itself"
+        (here / "lockstep-sweep.zip").unlink()
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_all_files_may_have_the_whole_limit_and_a_smaller_one_may_still_fit(
+    here: Path, run: RunDir, spare: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in bundle._texts_of(run.path):
+        path.unlink()
+    for path, size in ((run.config, 500), (run.metrics, 1500), (run.log, 300)):
+        path.write_text("x" * size)
+    monkeypatch.setattr(bundle, "BUNDLE_LIMIT", 2300 + spare)
+    report(str(run.path), bundle=True)
+    shown = capsys.readouterr().out
+    assert [*texts(here)] == ["config.yaml", "metrics.jsonl", *["train.log"] * (spare == 0)]
+    assert re.search(r"^    500 B  config\.yaml$", shown, re.MULTILINE)
+    left_out = [" left out  train.log does not fit: all files may have 2 kB"] * (spare != 0)
+    assert re.findall(r"^ left out .*$", shown, re.MULTILINE) == left_out
+    size = (here / "lockstep-one.zip").stat().st_size
+    assert f"wrote lockstep-one.zip, {size} B: no data, weights" in " ".join(shown.split())
+    monkeypatch.setattr(bundle, "BUNDLE_LIMIT", 1000)
+    (here / "lockstep-one.zip").unlink()
+    report(str(run.path), bundle=True)
+    assert [*texts(here)] == ["config.yaml", "train.log"], "what does not fit takes no room"
+
+
+def test_a_long_text_is_cut_between_lines_and_counts_what_is_left_out(tmp_path: Path) -> None:
+    (path := tmp_path / "log").write_text("".join(f"{number:03}\n" for number in range(100)))
+    lines = bundle._shortened(path, 40).splitlines()
+    assert lines == [
+        "000",
+        "001",
+        "002",
+        "003",
+        "004",
+        "[364 bytes in the middle are left out]",
+        "096",
+        "097",
+        "098",
+        "099",
+    ]
+    path.write_text("x" * 99 + "\n" + "y" * 99)
+    assert bundle._shortened(path, 40) == "[199 bytes in the middle are left out]\n", "no line is whole"
+
+
+def test_a_job_that_is_done_comes_behind_those_that_are_not(here: Path, tmp_path: Path) -> None:
+    (jobs := tmp_path / "sweep" / "jobs").mkdir(parents=True)
+    (jobs.parent / "sweep.json").write_text("{}")
+    for number, status in enumerate(("completed", "stopped", "completed", "failed")):
+        job = RunDir.at(jobs.parent / f"{number:03}-a")
+        job.overrides.write_text("[]")
+        job.write_summary(status=status)
+    report(str(jobs.parent), bundle=True)
+    names = [name.partition("/")[0] for name in texts(here) if name.endswith("summary.json")]
+    assert names == ["001-a", "003-a", "000-a", "002-a"]

@@ -1056,3 +1056,110 @@ def test_a_text_in_a_picture_has_all_its_letters(text: str) -> None:
     height, width = drawn.shape[:2]
     assert (drawn == whole[:height, :width]).all()
     assert (whole[:, width:] == 255).all(), "nothing is beside it"
+
+
+def test_the_headline_counts_the_images_of_classes_alone(run: RunDir) -> None:
+    run.write_summary(best=94.0, monitor="top1")
+    for targets, words in (
+        ("classes", "94.00 % top-1 on 1,004 images, digitnet, "),
+        ("labels", "94.00 % top-1, digitnet, "),
+    ):
+        replace(OF_LABELS, targets=targets, examples=[1000, 4]).write(run.validation)
+        assert facts_of(Run(run.path))["headline"].startswith(words)
+    run.write_summary(best=None)
+    replace(OF_LABELS, targets="classes").write(run.validation)
+    assert facts_of(Run(run.path))["headline"].startswith("digitnet, digits, epoch 2 of 2, ")
+
+
+@pytest.mark.parametrize(("step", "steps"), [(None, "7 of 9"), (3, "7 of 9"), (8, "8 of 9"), (0, "7 of 9")])
+def test_a_run_has_come_as_far_as_its_summary_or_its_figures_say(
+    step: int | None, steps: str, tmp_path: Path
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.write_summary(steps=9, step=step)
+    lines = [{"step": 4, "loss/train": 0.75}, {"step": 7, "loss/train": 0.25, "acc/val_ema_top1": 50.0}]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    summary = dict(facts_of(Run(run.path))["summary"])
+    assert summary["steps"] == steps
+    assert summary["last training loss"] == "0.2500", "there is none of an epoch"
+    assert summary["last top-1"] == "50.00 %"
+    assert {"last validation loss", "best top-1", "started", "ended early"}.isdisjoint(summary)
+
+
+def test_the_last_figure_is_that_of_the_weights_that_decide(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.write_summary(monitor="-loss", best=0.5)
+    line = {"step": 4, "loss/val": 0.75, "loss/val_ema": 0.5, "acc/val_top1": 80.0, "acc/val_ema_top1": 90.0}
+    run.metrics.write_text(json.dumps(line) + "\n")
+    summary = dict(facts_of(Run(run.path))["summary"])
+    expected = {"best validation loss": "0.5", "last validation loss": "0.5", "last top-1": "90.00 %"}
+    assert expected.items() <= summary.items()
+
+
+@pytest.mark.parametrize(("classes", "is_shown"), [(5, False), (6, True)])
+def test_the_top_5_of_a_few_classes_has_no_curve_and_no_row(run: RunDir, classes: int, is_shown: bool) -> None:
+    names = [f"c{number}" for number in range(classes)]
+    counts: dict[str, Any] = {name: [1] * classes for name in ("examples", "predicted", "hits")}
+    Predictions(step=1, names=names, **counts, confusion=[], curves=[], worst=[]).write(run.validation)
+    lines = [{"step": step, "acc/val_top1": 50.0, "acc/val_top5": 100.0, "optim/lr": 0.1} for step in (1, 2)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run.write_summary(scores={"top1": 50.0, "top5": 100.0}, test={"top5": 100.0})
+    facts = facts_of(Run(run.path))
+    (_, accuracy), (title, _) = facts["curves"]
+    labels = [curve["label"] for curve in accuracy["curves"]]
+    assert labels == ["validation", *["validation, top-5"] * is_shown]
+    assert title == "Learning rate", "it is the last one"
+    assert [row[0] for row in facts["scores"]["rows"]] == ["top-1", *["top-5"] * is_shown]
+    assert facts["scores"]["test"] == is_shown
+
+
+@pytest.mark.parametrize(
+    ("samples", "jobs", "headline"),
+    [
+        (("seed",), [("a=1", "seed=1", 80.0), ("a=1", "seed=2", 84.0)], "82.00 ± 2.83 % top-1, 2 seeds, a=1"),
+        (
+            ("seed", "dataset.fold"),
+            [("a=2", f"seed={seed}", f"dataset.fold={fold}", 80.0) for seed in (1, 2) for fold in (0, 1)],
+            "80.00 ± 0.00 % top-1, 4 seeds and folds, a=2",
+        ),
+        ((), [("a=1", 80.0), ("a=2", 90.0)], ""),
+    ],
+)
+def test_the_page_of_a_sweep_begins_with_its_best_setting_over_its_samples(
+    samples: tuple[str, ...], jobs: list[tuple[Any, ...]], headline: str, tmp_path: Path
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(swept=("a", *samples), words=("a=1,2",), figure="top1"))
+    lines = [*((words, score) for *words, score in jobs), (["a=9", *(f"{key}=0" for key in samples)], 1.0)]
+    for record, (_, score) in zip(ledger.enter([(words, "x") for words, _ in lines]), lines, strict=True):
+        (tmp_path / record.folder).mkdir()
+        ledger.end(ledger.start(record), State.done, objective=score)
+    assert _facts(ledger)["headline"] == headline
+
+
+def test_the_reports_of_a_sweep_are_of_the_jobs_that_have_a_folder_and_are_all_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity(swept=("a",), words=("a=1,2,3",)))
+    records = ledger.enter([((f"a={number}",), "a") for number in range(3)])
+    for record in (records[0], records[2]):
+        RunDir.at(ledger.folder / record.folder).write_summary(status="completed")
+    ledger.path_of(0).write_text("{")
+    with pytest.raises(InputError, match=r"000\.json is .*; rerun the sweep's command"):
+        report("sweep")
+    assert sorted(path.parent.name for path in tmp_path.rglob("report.html")) == ["000-a", "002-a", "sweep"]
+    assert "wrote sweep/report.html\n" in capsys.readouterr().out
+
+
+def test_a_page_says_what_of_a_run_is_damaged_and_what_was_its_error(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.summary.write_text(json.dumps({"checklist": [{"item": "workers"}], "error": "it broke"}))
+    run.config.write_bytes(b"\xff")
+    shown = facts_of(Run(run.path))
+    sentence = f"checklist in {run.path} is damaged, or of another version (KeyError)"
+    assert (shown["checklist"], shown["config"]) == ((), "")
+    assert sentence in shown["notes"]
+    assert any(note.startswith(str(run.config)) for note in shown["notes"])
+    assert shown["notes"][-1] == "it broke"
