@@ -36,6 +36,7 @@ from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import (
     Record,
     best_of,
+    cells,
     columns_of,
     figure_of,
     head,
@@ -1484,3 +1485,60 @@ def test_the_jobs_without_an_objective_are_named_for_each_of_them(tmp_path: Path
         f"sweep.objectives: f1 was not measured in job 2, {remedies}[score,kwh]",
         f"sweep.objectives: kwh was not measured in jobs 0, 1, 2, {remedies}[score,f1]",
     ]
+
+
+def test_a_pruned_run_may_be_resumed_and_a_job_has_the_short_path_of_its_sweep(
+    swept: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "pruned", status="pruned")
+    listing("pruned")(tmp_path)
+    assert "lockstep train resume=pruned\n" in table(capsys)
+    listing(swept.records()[3].folder)(swept.folder)
+    shown = table(capsys)
+    assert re.findall(r"lockstep .*", shown) == ["lockstep report outputs/sweeps/one/3"]
+    assert re.search(rf"^ +run  outputs/sweeps/one/{swept.records()[3].folder}$", shown, re.MULTILINE)
+
+
+def test_a_run_without_the_options_of_its_groups_is_known_by_its_classes(tmp_path: Path) -> None:
+    for name in ("DigitNet", "BasicNet"):
+        folder = run(tmp_path / name, score=1.0)
+        (RunDir(folder).hydra / "hydra.yaml").unlink()
+        model = {"_target_": f"lockstep.models.{name}", "width": 32}
+        RunDir(folder).composed.write_text(components.dump({**COMPOSED, "model": model}))
+    assert differing(read_runs(tmp_path)) == ["model"]
+    assert sorted(row["model"] for row in groups(read_runs(tmp_path))) == [
+        "lockstep.models.BasicNet",
+        "lockstep.models.DigitNet",
+    ]
+
+
+def test_a_key_that_one_run_does_not_have_is_no_difference(tmp_path: Path) -> None:
+    run(tmp_path / "a", score=1.0)
+    folder = run(tmp_path / "b", score=2.0, code={"mine": {"sha256": "a" * 64, "files": {}}}, earlier_code=[])
+    RunDir(folder).composed.write_text(components.dump({**COMPOSED, "epochs": 3, "loader": {"workers": 1}}))
+    assert differing(read_runs(tmp_path)) == ["loader.workers"], "it changes the last bits"
+    assert not [row for row in groups(read_runs(tmp_path)) if "code of mine" in row]
+
+
+def test_the_cells_of_a_row_have_the_digits_of_the_score_or_their_own() -> None:
+    figures = {"score": 90.0, "test": 91.5, "f1": 0.51234, "seconds": 2.3456, "top5": 1.0}
+    names = ["score", "test", "f1", "seconds", "top5", "none"]
+    assert cells(figures, names, "top1") == ["90.00", "91.50", "0.5123", "2.35", "1.00", ""]
+    assert cells(figures, names, "loss") == ["90", "91.5", "0.5123", "2.35", "1.00", ""]
+    assert cells({"score": 0.0}, ["score"], "score") == ["0.00"]
+
+
+def test_each_damaged_run_of_a_comparison_is_named_once(tmp_path: Path, capsys: CAPSYS) -> None:
+    for name in "abc":
+        run(tmp_path / name, f"batch={ord(name)}", score=1.0)
+    for name in "ab":
+        RunDir(tmp_path / name).summary.write_text("{")
+    for show in (lambda: compare([str(tmp_path)] * 2, by=[], sort=None, form="csv"), lambda: listing()(tmp_path)):
+        with pytest.raises(InputError) as raised:
+            show()
+        assert [str(tmp_path / name) in sentence for name, sentence in zip("ab", raised.value.args, strict=True)] == [
+            True,
+            True,
+        ]
+        assert re.search(r"\b1\.00?\b", table(capsys)), "the whole one is there"

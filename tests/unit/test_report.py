@@ -1163,3 +1163,30 @@ def test_a_page_says_what_of_a_run_is_damaged_and_what_was_its_error(tmp_path: P
     assert sentence in shown["notes"]
     assert any(note.startswith(str(run.config)) for note in shown["notes"])
     assert shown["notes"][-1] == "it broke"
+
+
+def test_a_page_begins_with_what_was_learnt_and_then_the_speed(run: RunDir) -> None:
+    learning, verdict = ({"sentence": text, "evidence": text * 2, "override": None} for text in "ab")
+    run.write_summary(learning=learning, verdict=verdict)
+    findings = facts_of(Run(run.path))["findings"]
+    assert [tuple(finding.values()) for finding in findings] == [
+        ("learning", "a", "aa", ""),
+        ("speed", "b", "bb", ""),
+    ]
+
+
+def test_one_job_and_jobs_of_one_score_show_nothing_that_mattered(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(swept=("a",), words=("a=1,2",)))
+    records = ledger.enter([((f"a={number // 2}", f"b={number % 2}"), "job") for number in range(4)])
+    for record in records:
+        RunDir.at(tmp_path / record.folder).write_summary(seconds=7.0)
+    ledger.end(ledger.start(records[0]), State.done, objective=5.0)
+    facts = _facts(ledger)
+    assert [title for title, _ in facts["charts"]] == ["Score against seconds, by job"]
+    assert ("best", "job 0 with score 5: a=0 b=0") in facts["summary"]
+    scores = [replace(record, state=State.done, objective=5.0) for record in records]
+    assert [*_importance(scores, ["a"])] == []
+    assert [*_importance([], ["a"])] == []
+    ((key, share),) = _importance([replace(one, objective=one.number // 2) for one in scores], ["a"])
+    assert (key, share) == ("a", 1.0)

@@ -336,3 +336,19 @@ def test_a_pause_is_over_when_its_context_ends(passes: Callable[[float], None]) 
         assert clock.so_far().busy == time.perf_counter() - 100.0 - sum(clock.paused_for.values())
     assert dict(clock.paused_for) == {"evaluation": 10, "checkpoint": 4}
     assert clock.passed() == 18
+
+
+@pytest.mark.parametrize(
+    ("model", "reduces", "of_step"),
+    [
+        (None, True, []),
+        (nn.Linear(1, 1), False, ["forward", "backward", "optimizer"]),
+        (nn.Linear(1, 1), True, ["forward", "backward", "communication", "slowest_rank", "optimizer"]),
+    ],
+)
+def test_the_parts_of_a_run_are_those_that_it_has_in_their_order(
+    model: nn.Module | None, reduces: bool, of_step: list[str]
+) -> None:
+    times = TimeSpent(model, CPU, reduces=reduces, period=1)
+    assert [*times.shares(0.0)] == ["data", "augmentation", *of_step, "step", "evaluation", "checkpoint"]
+    assert (times.next_step is None) == (model is None)
