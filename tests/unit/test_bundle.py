@@ -450,3 +450,31 @@ def test_a_job_that_is_done_comes_behind_those_that_are_not(here: Path, tmp_path
     report(str(jobs.parent), bundle=True)
     names = [name.partition("/")[0] for name in texts(here) if name.endswith("summary.json")]
     assert names == ["001-a", "003-a", "000-a", "002-a"]
+
+
+NAMES = (
+    "api_key",
+    "APIKEY",
+    "access-key",
+    "secret_key",
+    "private_key",
+    "accountkey",
+    "signing_key",
+    "token",
+    "my_secret",
+)
+NAMES += ("passwd", "passphrase", "db_pass", "db_pwd", "credentials", "cookie", "auth", "authorization")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_of_any_kind_of_secret_hides_its_value(name: str) -> None:
+    assert redacted(f"say {name}={SECRET} now", ()) == f"say {name}=*** now"
+    assert [*secrets_in({name: SECRET, "size": "plain text"})] == [SECRET]
+    assert [*secrets_in([f"my.{name}={SECRET}"])] == [SECRET]
+    for plain in ("null", "true", "False", "none"):
+        assert redacted(f"{name}: {plain}", ()) == f"{name}: {plain}"
+
+
+@pytest.mark.parametrize("text", ["authors=all", "key=value", "keyboard: us", "compass=north", "path_password_free"])
+def test_words_that_only_look_like_secrets_stay(text: str) -> None:
+    assert redacted(text, ()) == text

@@ -1542,3 +1542,17 @@ def test_each_damaged_run_of_a_comparison_is_named_once(tmp_path: Path, capsys: 
             True,
         ]
         assert re.search(r"\b1\.00?\b", table(capsys)), "the whole one is there"
+
+
+def test_a_run_is_shown_with_commas_in_its_steps_and_the_time_of_its_start(tmp_path: Path, capsys: CAPSYS) -> None:
+    run_dir = RunDir(run(tmp_path / "a", score=1.0))
+    run_dir.write_summary(best=98.765, best_step=12345, started=7200.0, seconds=3725.0)
+    listing("a")(tmp_path)
+    shown = table(capsys)
+    assert "best  98.77 % top-1 at step 12,345\n" in shown
+    assert f"state  done, started {format_timestamp(7200.0)}, took 1:02:05\n" in shown
+    run_dir.write_summary(started=None, seconds=None, best_step=None)
+    listing("a")(tmp_path)
+    shown = table(capsys)
+    assert "best  98.77 % top-1\n" in shown
+    assert "state  done\n" in shown

@@ -363,6 +363,16 @@ def test_a_command_shows_its_bar_on_a_terminal_and_removes_it(monkeypatch: pytes
     assert screen.getvalue().endswith("\x1b[2K"), "the line is erased"
 
 
+@pytest.mark.usefixtures("capfd")  # standard output is a file
+def test_nothing_moves_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moving(**options: Any) -> Any:
+        raise AssertionError(options)
+
+    monkeypatch.setattr(shown_progress, "Live", moving)
+    with progress("predicting", 40) as advance:
+        advance(8)
+
+
 def test_a_command_without_a_terminal_says_now_and_then_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -590,3 +600,15 @@ def test_a_long_line_about_the_progress_of_a_command_is_one_line(
         while f"{activity}  0/40" not in stderr and "\n" not in stderr:
             stderr += capfd.readouterr().err
     assert f"{activity}  0/40  left ?\n" in stderr
+
+
+def test_a_notebook_without_html_has_the_step_the_time_left_and_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython.display", Output())  # type: ignore[arg-type]
+    estimate = left(0)
+    estimate.clock = SimpleNamespace(passed=lambda: 50.0)  # type: ignore[assignment]
+    cell = shown.Cell(PLAN, estimate, Monitor())
+    assert repr(cell) == "step  0/25  left ?"
+    cell.advance(5, 0.0)
+    assert repr(cell) == "step  5/25  left 3:20"
+    cell.evaluating(3, 8)
+    assert repr(cell) == "step  5/25  left 3:20  evaluating 3/8"

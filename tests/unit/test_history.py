@@ -199,3 +199,15 @@ def test_a_part_does_what_it_did_unless_the_key_is_typed_kept_or_of_another_clas
     assert averages({"mine": {**stored, "average": "none"}, "more": {"_target_": "x.F1"}}) == ["none", usual]
     assert averages({"mine": stored}) == ["micro", usual], "the other one is new"
     assert averages(None) == averages([]) == [usual, usual]
+
+
+def test_a_ledger_of_before_is_read_in_silence(renamed: list[str], folder: Path) -> None:
+    ledger = Ledger(folder / "sweep")
+    words = ledger.identity().words, [record.overrides for record in ledger.records()]
+    field = TrainBlock.__dataclass_fields__["ema"]
+    with pytest.MonkeyPatch.context() as patch:
+        changed: Any = with_history(dataclasses.field(), names=("average",))
+        patch.setattr(field, "metadata", {**field.metadata, **changed.metadata})
+        replace_in(folder, "train.ema", "train.average")
+        assert (ledger.identity().words, [record.overrides for record in ledger.records()]) == words
+    assert renamed == []

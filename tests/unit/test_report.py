@@ -1190,3 +1190,25 @@ def test_one_job_and_jobs_of_one_score_show_nothing_that_mattered(tmp_path: Path
     assert [*_importance([], ["a"])] == []
     ((key, share),) = _importance([replace(one, objective=one.number // 2) for one in scores], ["a"])
     assert (key, share) == ("a", 1.0)
+
+
+def test_all_curves_of_a_chart_are_between_its_edges() -> None:
+    curves = [
+        ("a", "red", [3.0, 5.0], [2.0, 1.0]),
+        ("b", "blue", [1.0, 9.0], [-3.0, 6.0]),
+        ("c", "grey", [4.0], [0.0]),
+    ]
+    chart = line_chart(curves)
+    assert (chart["left"], chart["right"]) == (54, 432)
+    assert [(curve["label"], curve["colour"]) for curve in chart["curves"]] == [
+        ("a", "red"),
+        ("b", "blue"),
+        ("c", "grey"),
+    ]
+    (_, (first, last), _) = [[(x, y) for x, y, _ in curve["points"]] for curve in chart["curves"]]
+    assert (first[0], last[0]) == (54, 432)
+    margin = round(0.04 * 9 / (1.08 * 9) * (BOTTOM - TOP), 1)
+    assert (first[1], last[1]) == (BOTTOM - margin, TOP + margin), "larger is higher"
+    assert {text: place for place, text in chart["x_ticks"]} == {
+        text: round(54 + (int(text) - 1) / 8 * 378, 1) for text in ("2", "4", "6", "8")
+    }

@@ -1287,3 +1287,19 @@ def test_the_event_files_of_a_run_are_closed_at_its_end(tmp_path: Path) -> None:
     sink.end("completed")
     assert [file.file.closed for file in sink.files.values()] == [True] * 3
     assert ("loss", 1) in written(tmp_path / "val_ema")
+
+
+@pytest.mark.parametrize(
+    ("typed", "variable", "copies"), [("online", "offline", 0), (None, "online", 0), ("offline", "online", 1)]
+)
+def test_wandb_gets_the_figures_before_a_resume_where_it_keeps_files_alone(
+    typed: str | None, variable: str, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setenv("WANDB_MODE", variable)
+    info = dataclasses.replace(info_of(tmp_path), step=3, after=3.0)
+    info.run_dir.metrics.write_text('{"step": 2, "loss/train": 0.5, "a": null}\n')
+    run = loggers.WandB(mode=typed).build(info)
+    assert fake.logged == [(2, {"loss/train": 0.5})] * copies
+    assert len(run.commands) == copies
