@@ -377,13 +377,17 @@ def test_a_command_without_a_terminal_says_now_and_then_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shown_progress, "SILENCE_S", 0.01)
-    stderr = ""
+    errors = list[str]()
+
+    def is_shown() -> bool:
+        captured = capfd.readouterr()
+        assert captured.out == "", "predictions may be read by a program"
+        errors.append(captured.err)
+        return "predicting  8/40" in "".join(errors)
+
     with progress("predicting", 40) as advance:
         advance(8)
-        while "predicting  8/40" not in stderr:
-            captured = capfd.readouterr()
-            assert captured.out == "", "predictions may be read by a program"
-            stderr += captured.err
+        wait_for(is_shown)
     assert "progress" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(KeyError, match="of the work"), progress("predicting"):
         raise KeyError("of the work")
@@ -595,11 +599,10 @@ def test_a_long_line_about_the_progress_of_a_command_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shown_progress, "SILENCE_S", 0.01)
-    activity, stderr = "predicting " + "x" * 200, ""
+    activity, errors = "predicting " + "x" * 200, list[str]()
     with progress(activity, 40):
-        while f"{activity}  0/40" not in stderr and "\n" not in stderr:
-            stderr += capfd.readouterr().err
-    assert f"{activity}  0/40  left ?\n" in stderr
+        wait_for(lambda: errors.append(capfd.readouterr().err) or "\n" in "".join(errors))
+    assert f"{activity}  0/40  left ?\n" in "".join(errors)
 
 
 def test_a_notebook_without_html_has_the_step_the_time_left_and_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:

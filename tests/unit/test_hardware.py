@@ -135,8 +135,7 @@ def test_a_step_of_many_samples_has_its_figures_once_and_the_one_before_the_resu
     sink, steps = Recorder(), itertools.chain([5, 5, 5, 6, 6, 6, 7], itertools.repeat(7))
     watching = monitor_of(tmp_path, ["GPU-aa"], sink, steps.__next__, period=0.01)
     watching.start()
-    while len(lines(tmp_path)) < 9:
-        time.sleep(0.01)
+    wait_for(lambda: len(lines(tmp_path)) >= 9)
     watching.close()
     assert [step for step, _ in sink.lines] == [6, 7]
 
