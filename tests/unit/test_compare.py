@@ -65,6 +65,7 @@ from lockstep.records.tables import _difference, column_of_figure, columns_of_ke
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
 from lockstep.report.runs import _fits, runs
+from lockstep.report.watch import watch
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.telemetry.progress import format_timestamp
 from lockstep.training.trained import find_weights
@@ -1556,3 +1557,52 @@ def test_a_run_is_shown_with_commas_in_its_steps_and_the_time_of_its_start(tmp_p
     shown = table(capsys)
     assert "best  98.77 % top-1\n" in shown
     assert "state  done\n" in shown
+
+
+SENTENCES: dict[str, tuple[Command, str]] = {
+    "runs: none": (listing("no"), "{no} has no run in it; name a folder of runs: lockstep runs outputs"),
+    "compare: none": (compared("no"), "{no} has no run in it; name a run, a sweep, or a folder of them"),
+    "report: none": (
+        lambda root: report(str(root / "no")),
+        "{no} is neither a run nor a sweep; `lockstep runs {no}` lists those in it",
+    ),
+    "bundle: none": (
+        lambda root: report(str(root / "no"), bundle=True),
+        "{no} is neither a run nor a sweep; `lockstep runs {no}` lists those in it",
+    ),
+    "watch: none": (
+        lambda root: watch(str(root / "no"), port=0),
+        "{no} has no run in it; name a run, a sweep, or a folder of them: lockstep watch outputs",
+    ),
+    "a key": (
+        listing(filters=["batch=8", "lr<1"]),
+        "--filter lr<1: no run has lr; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done",
+    ),
+    "a word": (
+        listing(filters=["done"]),
+        "--filter done: it is not a condition; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done",
+    ),
+    "a number": (
+        listing(filters=["batch>8x"]),
+        "--filter batch>8x: it is not a condition; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done",
+    ),
+    "a column": (listing(sort="scor"), "--sort scor: there is no such column. Did you mean '--sort score'?"),
+    "columns": (
+        compared(columns=["scor"]),
+        "--columns scor: there is no such column. Did you mean '--columns score'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_what_a_command_cannot_do_is_said_with_what_was_typed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no").mkdir()
+    for number in (8, 9):
+        run(tmp_path / str(number), f"batch={number}", score=1.0)
+    act, sentence = SENTENCES[name]
+    with pytest.raises(InputError) as raised:
+        act(tmp_path)
+    assert str(raised.value) == sentence.format(no=tmp_path / "no")

@@ -475,3 +475,16 @@ def test_the_gpus_are_watched_although_a_rank_has_ended(nvml: FakeNvml, tmp_path
     assert isinstance(part, Gpus)
     part.close()
     assert part.file.closed
+
+
+def test_why_there_are_no_figures_of_gpus_is_said(
+    nvml: FakeNvml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts_of(gpus=["GPU-zz"], path=tmp_path / "gpu.jsonl", processes=[os.getpid()])
+    reason = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+    sentence = f"warning: NVML is not available ({reason}); the run continues without GPU figures\n"
+    assert capsys.readouterr().out == sentence
+    parts_of(gpus=["GPU-aa"], path=tmp_path / "none" / "gpu.jsonl", processes=[os.getpid()])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"warning: {tmp_path / 'none'}")
+    assert shown.endswith(" (No such file or directory); the run continues without GPU figures\n")

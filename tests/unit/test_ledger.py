@@ -1824,3 +1824,36 @@ def test_the_job_in_a_folder_is_that_of_its_number_and_of_no_other_name(tmp_path
     assert (entry[0].folder, entry[1].number) == (tmp_path, 1003)
     for name in ("1003-other", "1003", "01003-job", "x-job"):
         assert record_of(tmp_path / name) is None, name
+
+
+def test_what_no_sweep_has_is_said_with_what_was_typed(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        resumed_sweep(tmp_path, "latest")
+    assert str(raised.value) == f"sweep.resume=latest: no sweep has been started in {tmp_path / 'sweeps'} yet"
+    with pytest.raises(InputError) as raised:
+        resumed_sweep(tmp_path, "one")
+    named = "name one with sweep.resume=FOLDER, or the newest with sweep.resume=latest"
+    assert str(raised.value) == f"sweep.resume: one is not a sweep's folder; {named}"
+    with pytest.raises(InputError) as raised:
+        checked_direction(3)
+    either = "hydra.launcher.direction=minimize, or hydra.sweeper.direction=minimize in a search"
+    assert str(raised.value) == f"the direction of the scores is 3, expected maximize or minimize: {either}"
+    assert [checked_direction(direction) for direction in ("minimize", Direction.maximize)] == [*Direction][::-1]
+
+
+def test_a_job_that_ends_well_has_no_code_and_no_error_and_its_end_is_now(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "a")])
+    before = time.time()
+    failed = ledger.end(record, State.failed, exit_code=70, error="odd")
+    done = ledger.end(failed, State.done)
+    assert (done.exit_code, done.error, done.objective, done.state) == (0, "", None, State.done)
+    assert before <= failed.ended <= done.ended <= time.time()
+    assert (done.host, done.pid, done.started) == ("", 0, 0.0), "it was not started here"
+
+
+def test_a_record_has_nothing_but_its_job_until_it_begins() -> None:
+    record = Record(number=3, overrides=("a=1",), folder="003-a")
+    facts = {"number": 3, "overrides": ("a=1",), "folder": "003-a", "state": "waiting", "objective": None}
+    facts |= dict.fromkeys(("host", "born", "error", "submitted", "rung"), "")
+    assert dataclasses.asdict(record) == facts | {"pid": 0, "started": 0.0, "ended": 0.0, "exit_code": 0}

@@ -469,3 +469,34 @@ def test_steps_that_took_no_time_have_a_rate(passes: Callable[[float], None]) ->
     (window,) = telemetry.end_window(1, {}, None)
     assert math.isfinite(window.rate)
     assert window.wait_share == 0
+
+
+def test_each_window_has_its_own_waits(passes: Callable[[float], None]) -> None:
+    telemetry, observer, _ = meter_of()
+    for step, waited in ((1, 1.0), (2, 3.0), (3, 0.0)):
+        requested = time.perf_counter()
+        passes(waited)
+        telemetry.clock.loaded += waited
+        telemetry.clock.add_arrival(requested, time.perf_counter())
+        add(telemetry, step, 1.0, 0)
+        passes(4.0 - waited)
+        (window,) = telemetry.end_window(step, {}, None)
+        assert (window.seconds, window.waited) == (4.0, waited)
+    assert [figures["perf/data_wait_pct"] for _, figures in observer.of("write")] == [25.0, 75.0, 0.0]
+    assert telemetry.trained() == {"images": 6, "training_seconds": 12.0, "waiting_seconds": 4.0}
+
+
+def test_one_rank_continues_the_epoch_of_two() -> None:
+    telemetry, *_ = meter_of()
+    for step in (3, 4):
+        add(telemetry, step, float(step), 1)
+    state = telemetry.open_window()
+    state["trails"] = [trail for trail in state["trails"] for _ in range(2)]  # each rank had as much
+    telemetry, observer, display = meter_of(4, opened=state)
+    add(telemetry, 5, 13.0, 2)
+    telemetry.evaluated(5, {}, best=False)
+    epoch = {"loss/train_epoch": (2 * 4.0 + 13.0) / 6, "acc/train_epoch_top1": 100 * 4 / 6}
+    assert observer.of("evaluated")[0][1] == pytest.approx(epoch)
+    (window,) = telemetry.end_window(5, {}, None)
+    assert (window.first, window.loss, window.examples) == (1, (2 * 7.0 + 13.0) / 10, 2)
+    assert display.of("window")[0][1].loss == pytest.approx(epoch["loss/train_epoch"])

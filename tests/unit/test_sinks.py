@@ -1,5 +1,6 @@
 """The files of scalars and samples: metrics.jsonl, metrics.csv, TensorBoard's, and the log of samples."""
 
+import base64
 import collections
 import csv
 import dataclasses
@@ -1303,3 +1304,37 @@ def test_wandb_gets_the_figures_before_a_resume_where_it_keeps_files_alone(
     run = loggers.WandB(mode=typed).build(info)
     assert fake.logged == [(2, {"loss/train": 0.5})] * copies
     assert len(run.commands) == copies
+
+
+def test_why_tensorboard_or_a_tracker_is_left_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("the disk is odd")
+
+    sink = tensorboard(tmp_path)
+    monkeypatch.setattr(EventFile, "add", refuse)
+    sink.write(1, {"loss/train": 1.0})
+    says = "warning: TensorBoard's file cannot be written (the disk is odd); the run continues without it\n"
+    assert capsys.readouterr().out == says
+    sink.end("completed")
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB(ValueError("no such mode")))  # type: ignore[arg-type]
+    with pytest.raises(InputError) as raised:
+        loggers.WandB().build(info_of(tmp_path))
+    assert str(raised.value) == (
+        "logger.wandb: W&B cannot begin the run (no such mode); use logger.wandb.mode=offline"
+    )
+
+
+def test_a_file_of_figures_is_closed_at_the_end(tmp_path: Path) -> None:
+    for sink in (JsonLines(tmp_path / "metrics.jsonl", 0), table_of(tmp_path / "metrics.csv")):
+        sink.write(1, {"acc/val_top1": 1.0})
+        assert not sink.file.closed
+        sink.end("completed")
+        assert sink.file.closed
+
+
+def test_a_chart_has_its_usual_size_and_is_the_address_of_a_picture() -> None:
+    begins, _, picture = pictures.drawn(lambda axes: axes.plot([1, 2])).partition(",")
+    assert begins == "data:image/svg+xml;base64"
+    assert b'width="316.8pt" height="187.2pt"' in base64.b64decode(picture)
