@@ -274,3 +274,17 @@ def test_the_command_says_what_it_shows_at_the_port_that_was_named(
     assert shown == [(f"shows {tmp_path / 'runs' / 'one'}", port)]
     with closing((server := WatchServer(tmp_path, 0)).socket):
         assert 'http-equiv="refresh" content="5"' in server.page("/"), "it waits"
+
+
+def test_what_is_no_page_and_no_reading_is_refused_with_its_reason(tmp_path: Path) -> None:
+    RunDir.at(tmp_path / "one").overrides.write_text("[]")
+    with closing((server := WatchServer(tmp_path, 0)).socket):
+        for path in ("/one/", "/report.html", "/.", ""):
+            with pytest.raises(Refused) as raised:
+                server.page(path)
+            assert raised.value.args == (404, "there is no such page")
+        with pytest.raises(Refused) as raised:
+            asyncio.run(server.respond("HEAD /", {}, cast(Any, None)))
+        assert raised.value.args == (405, "pages are read with GET")
+        kind, page = asyncio.run(server.respond("GET /", {}, cast(Any, None)))
+        assert (kind, str(tmp_path / "one") in page) == ("text/html; charset=utf-8", True)

@@ -1478,13 +1478,15 @@ def test_only_a_job_that_is_done_has_objectives_and_only_all_of_them(
 def test_the_jobs_without_an_objective_are_named_for_each_of_them(tmp_path: Path) -> None:
     records = [Record(number=n, overrides=(), folder=f"{n:03}-a", state=State.done, objective=1.0) for n in range(4)]
     for record in records[:2]:
-        RunDir.at(tmp_path / record.folder).write_summary(scores={"f1": 0.5})
+        RunDir.at(tmp_path / record.folder).write_summary(
+            scores={"f1": 0.5}, spent={} if record.number else {"kwh": 1.0}
+        )
     failed = replace(records[3], state=State.failed, objective=None)
     names = ["score", "f1", "kwh"]
     remedies = "which cannot be compared by it; remove it: sweep.objectives="
     assert unmeasured(tmp_path, [*records[:3], failed], names) == [
         f"sweep.objectives: f1 was not measured in job 2, {remedies}[score,kwh]",
-        f"sweep.objectives: kwh was not measured in jobs 0, 1, 2, {remedies}[score,f1]",
+        f"sweep.objectives: kwh was not measured in jobs 1, 2, {remedies}[score,f1]",
     ]
 
 
@@ -1606,3 +1608,42 @@ def test_what_a_command_cannot_do_is_said_with_what_was_typed(
     with pytest.raises(InputError) as raised:
         act(tmp_path)
     assert str(raised.value) == sentence.format(no=tmp_path / "no")
+
+
+def test_a_number_of_a_summary_is_a_figure_and_the_metrics_come_before_it(tmp_path: Path) -> None:
+    run_dir = RunDir(judged(tmp_path / "a", monitor="top1", score=5.0, scores={"f1": 0.25}, test={"top1": 4.0}))
+    run_dir.write_summary(img_per_s=7.5, best_step=0, spent={"usd": 2.0, "step": 8.0}, step=9)
+    names = ("img_per_s", "test", "f1", "usd", "step", "monitor")
+    assert {name: figure_of(Run(run_dir.path), name) for name in names} == {
+        "img_per_s": 7.5,
+        "test": 4.0,
+        "f1": 0.25,
+        "usd": 2.0,
+        "step": 8.0,
+        "monitor": None,
+    }
+
+
+def test_a_sweep_that_is_damaged_is_named_in_a_listing_of_the_others(swept: Ledger, capsys: CAPSYS) -> None:
+    other = sweep(swept.folder.parent / "two", {("batch=8",): 66.0})
+    (swept.folder / "sweep.json").write_text("{")
+    with pytest.raises(InputError, match=r"one/sweep\.json .*; start anew with sweep\.resume=new$") as raised:
+        listing()(swept.folder.parent)
+    assert len(raised.value.args) == 1
+    shown = table(capsys)
+    assert "66.00" in shown
+    assert "no run fits" not in shown
+    shutil.rmtree(other.folder)
+    with pytest.raises(InputError, match=r"one/sweep\.json"):
+        listing()(swept.folder.parent)
+    assert table(capsys) == ""
+
+
+def test_a_run_without_tags_beside_one_with_tags_has_an_empty_field(tmp_path: Path, capsys: CAPSYS) -> None:
+    run(tmp_path / "a", score=1.0)
+    folder = run(tmp_path / "b", score=2.0)
+    RunDir(folder).composed.write_text(components.dump({**COMPOSED, "tags": ["x", 3]}))
+    listing(form="markdown")(tmp_path)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(capsys).splitlines()]
+    assert [row[rows[0].index("tags")] for row in rows[2:]] == ["", "x, 3"]
+    assert "notes" not in rows[0]

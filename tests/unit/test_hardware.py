@@ -488,3 +488,27 @@ def test_why_there_are_no_figures_of_gpus_is_said(
     shown = capsys.readouterr().out
     assert shown.startswith(f"warning: {tmp_path / 'none'}")
     assert shown.endswith(" (No such file or directory); the run continues without GPU figures\n")
+
+
+def test_ranks_that_have_ended_are_a_line_of_the_log_alone(
+    nvml: FakeNvml, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO", "lockstep")
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    assert parts_of(gpus=[], path=tmp_path / "gpu.jsonl", processes=[ended.pid]) == []
+    assert caplog.messages[0].startswith("the processes of the ranks are not sampled: process")
+    assert str(ended.pid) in caplog.messages[0]
+    part = Processes([os.getpid()], counters=[])
+    part.processes = [SimpleNamespace(cpu_times=lambda: fail(ended.pid))]  # type: ignore[list-item]
+    watching = HardwareWatch([part], Observer(), step=lambda: 0)
+    watching.period = 0.01
+    watching.start()
+    watching.join(60)
+    assert watching.sampling == []
+    assert caplog.messages[1].startswith("the processes of the ranks are no longer sampled: process")
+    assert capsys.readouterr().out == ""
+
+
+def fail(number: int) -> Any:
+    raise hardware.psutil.NoSuchProcess(number)

@@ -1857,3 +1857,20 @@ def test_a_record_has_nothing_but_its_job_until_it_begins() -> None:
     facts = {"number": 3, "overrides": ("a=1",), "folder": "003-a", "state": "waiting", "objective": None}
     facts |= dict.fromkeys(("host", "born", "error", "submitted", "rung"), "")
     assert dataclasses.asdict(record) == facts | {"pid": 0, "started": 0.0, "ended": 0.0, "exit_code": 0}
+
+
+@pytest.mark.parametrize("folder", ["0000-job", "0001-job", "000job", "00-job", "000 -job", "000-job/..", "000-\0"])
+def test_the_folder_of_a_record_begins_with_its_number_and_is_one_name(folder: str, tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    ledger.write(replace(job(0), folder=folder))
+    assert ledger.record(0).state is State.damaged
+    ledger.write(replace(job(0), folder="000"))
+    assert ledger.record(0).folder == "000"
+
+
+def test_a_run_beside_the_jobs_of_a_sweep_is_none_of_them(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    ledger.enter([(["seed=1"], "seed=1")])
+    for name in ("007-alone", "000-alone", "alone"):
+        RunDir.at(tmp_path / name).overrides.write_text("[]")
+        assert record_of(tmp_path / name) is None, name
