@@ -1647,3 +1647,60 @@ def test_a_run_without_tags_beside_one_with_tags_has_an_empty_field(tmp_path: Pa
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(capsys).splitlines()]
     assert [row[rows[0].index("tags")] for row in rows[2:]] == ["", "x, 3"]
     assert "notes" not in rows[0]
+
+
+def test_two_runs_of_which_one_is_damaged_are_a_table_with_one_sentence(tmp_path: Path, capsys: CAPSYS) -> None:
+    run(tmp_path / "a", "batch=8", score=91.25)
+    RunDir(run(tmp_path / "b", "batch=9", score=2.0)).summary.write_text("{")
+    with pytest.raises(InputError, match=r"b/summary\.json") as raised:
+        compare([str(tmp_path / "a"), str(tmp_path / "b")], by=[], sort=None, form="table")
+    assert len(raised.value.args) == 1
+    shown = table(capsys)
+    assert re.search(r"^ *91\.25 +1 done, 1 damaged *$", shown, re.MULTILINE), shown
+    assert "likely cause" not in shown
+    assert "damaged: " not in shown, "the sentence comes at the end"
+
+
+def test_a_run_that_was_not_evaluated_has_no_score_among_the_causes(tmp_path: Path, capsys: CAPSYS) -> None:
+    run(tmp_path / "a", "batch=8", status="failed")
+    judged(tmp_path / "b", "batch=9", monitor="-loss", score=0.25)
+    compare([str(tmp_path / "a"), str(tmp_path / "b")], by=[], sort=None, form="table")
+    first, second, *_ = table(capsys).splitlines()
+    assert (first, second) == (f"A  failed    {tmp_path / 'a'}", f"B  done  loss 0.25  {tmp_path / 'b'}")
+
+
+def test_a_process_without_a_time_of_its_start_runs_nothing() -> None:
+    facts: dict[str, Any] = {"overrides": (), "folder": "000-a", "state": State.running, "host": socket.gethostname()}
+    for pid, time_of_start, runs_here in ((2**22 + 1, "", False), (os.getpid(), "", False), (0, "", False)):
+        record = Record(number=0, **facts, pid=pid, born=time_of_start)
+        assert (record.runs_here, record.present_state) == (runs_here, State.killed)
+
+
+def test_the_job_of_a_table_is_the_best_of_its_monitor_and_of_equal_ones_the_first(
+    tmp_path: Path, capsys: CAPSYS
+) -> None:
+    ledger = sweep(tmp_path / "one", {(f"batch={size}",): score for size, score in ((8, 0.0), (9, 5.0), (16, 5.0))})
+    compared()(ledger.folder)
+    assert "best: job 1 with 5.00 % top-1, " in table(capsys)
+    ledger.create(replace(ledger.identity(), direction=Direction.minimize))
+    compared()(ledger.folder)
+    assert "best: job 0 with 0.00 % top-1, " in table(capsys)
+    runs(str(tmp_path), sort="score", filters=["score<1"], form="json")
+    (row,) = json.loads(table(capsys))
+    assert (row["score"], row["state"], row["batch"]) == (0.0, "3 done", "1,2")
+
+
+def test_filters_read_keys_that_are_no_column_and_texts_as_they_are(tmp_path: Path, capsys: CAPSYS) -> None:
+    for name, words in (("a", ["optimizer.lr=0.10"]), ("b", ["optimizer.lr=0.1", "loader.workers=2"])):
+        run(tmp_path / name, *words, score=1.0)
+    for condition, names in {
+        "optimizer.lr=0.1": ["b"],
+        "optimizer.lr<0.2": ["a", "b"],
+        "loader.workers=auto": ["a"],
+        "loader.workers>1": ["b"],
+        "model=digitnet": ["a", "b"],
+        "overrides=optimizer.lr=0.10": ["a"],
+        "name=b": ["b"],
+        "tags=None": ["a", "b"],
+    }.items():
+        assert sorted(row["name"] for row in listed(capsys, tmp_path, filters=[condition])) == names, condition

@@ -1864,6 +1864,8 @@ def test_the_folder_of_a_record_begins_with_its_number_and_is_one_name(folder: s
     ledger = begun(tmp_path)
     ledger.write(replace(job(0), folder=folder))
     assert ledger.record(0).state is State.damaged
+    ledger.path_of(0).write_text(json.dumps(dataclasses.asdict(replace(job(0), number=1))))
+    assert ledger.record(0).state is State.damaged, "it is the record of another job"
     ledger.write(replace(job(0), folder="000"))
     assert ledger.record(0).folder == "000"
 
