@@ -65,6 +65,7 @@ from lockstep.records.tables import _difference, column_of_figure, columns_of_ke
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
 from lockstep.report.runs import _fits, runs
+from lockstep.report.sweep_page import sweep_page
 from lockstep.report.watch import watch
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.telemetry.progress import format_timestamp
@@ -1704,3 +1705,53 @@ def test_filters_read_keys_that_are_no_column_and_texts_as_they_are(tmp_path: Pa
         "tags=None": ["a", "b"],
     }.items():
         assert sorted(row["name"] for row in listed(capsys, tmp_path, filters=[condition])) == names, condition
+
+
+def test_a_job_that_was_killed_is_counted_as_killed_in_lists_and_pages(swept: Ledger, capsys: CAPSYS) -> None:
+    for number, host in ((0, socket.gethostname()), (1, "elsewhere")):
+        record = replace(swept.records()[number], state=State.running, host=host, pid=1, born="another")
+        swept.write(replace(record, objective=None))
+    (row,) = listed(capsys, swept.folder.parent)
+    assert row["state"] == "1 killed, 1 running, 6 done, 1 failed"
+    assert row["score"] == 91.0, "of the setting that has all of its seeds"
+    assert "1 killed, 1 running, 6 done, 1 failed" in sweep_page(swept)
+    rows = {row["optimizer.lr"]: row["state"] for row in groups(read_runs(swept.folder))}
+    assert rows["0.1"] == "1 killed, 1 running, 1 done"
+
+
+def test_a_sweep_without_jobs_is_listed_with_what_its_line_says(tmp_path: Path, capsys: CAPSYS) -> None:
+    identity = Identity(
+        base={"tags": ["paper"], "notes": "why"}, swept=("batch", "seed"), words=("seed=1,2", "name=x")
+    )
+    Ledger(tmp_path / "a" / "one").create(identity)
+    (row,) = listed(capsys, tmp_path)
+    assert {key: row[key] for key in ("name", "when", "state", "score", "seed", "tags", "notes", "run_group")} == {
+        "name": "a/one",
+        "when": "",
+        "state": "",
+        "score": None,
+        "seed": "1,2",
+        "tags": ["paper"],
+        "notes": "why",
+        "run_group": None,
+    }
+    assert row["overrides"] == ["seed=1,2", "name=x"]
+    assert row["size"] == (tmp_path / "a" / "one" / "sweep.json").stat().st_size
+    assert "batch" not in {key for key, value in row.items() if value}
+
+
+def test_the_size_of_a_sweep_is_that_of_all_its_jobs(swept: Ledger, capsys: CAPSYS) -> None:
+    (row,) = listed(capsys, swept.folder.parent)
+    sizes = [path.stat().st_size for path in swept.folder.rglob("*") if path.is_file()]
+    assert row["size"] == sum(sizes)
+    jobs = {row["name"]: row["size"] for row in listed(capsys, swept.folder)}
+    assert [*jobs] == [record.folder for record in swept.records()]
+    for name, size in jobs.items():
+        assert size == sum(path.stat().st_size for path in (swept.folder / name).rglob("*") if path.is_file())
+
+
+def test_runs_are_listed_by_their_time_and_of_one_time_by_name(tmp_path: Path, capsys: CAPSYS) -> None:
+    for name, started in (("c", 60.0), ("b", 120.0), ("d", 60.0), ("a", 86400.0 * 400)):
+        RunDir(run(tmp_path / name, score=1.0)).write_summary(started=started)
+    assert [row["name"] for row in listed(capsys, tmp_path)] == ["c", "d", "b", "a"]
+    assert [row["name"] for row in listed(capsys, tmp_path, sort="name")] == ["a", "b", "c", "d"]
