@@ -615,3 +615,13 @@ def test_a_notebook_without_html_has_the_step_the_time_left_and_the_phase(monkey
     assert repr(cell) == "step  5/25  left 3:20"
     cell.evaluating(3, 8)
     assert repr(cell) == "step  5/25  left 3:20  evaluating 3/8"
+
+
+def test_no_thread_that_shows_progress_keeps_a_program_from_ending() -> None:
+    lines = Lines(PLAN, left(0), Monitor())
+    with progress("predicting", 4):
+        threads = {
+            thread.name: thread.daemon for thread in threading.enumerate() if thread.name in ("display", "progress")
+        }
+    lines.close()
+    assert threads == {"display": True, "progress": True}

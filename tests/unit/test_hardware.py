@@ -512,3 +512,26 @@ def test_ranks_that_have_ended_are_a_line_of_the_log_alone(
 
 def fail(number: int) -> Any:
     raise hardware.psutil.NoSuchProcess(number)
+
+
+def test_no_thread_of_figures_keeps_a_program_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    watching = HardwareWatch([], Observer(), lambda: 0)
+    assert (watching.daemon, watching.name) == (True, "hardware")
+    watching.start()
+    watching.join(60)
+    assert not watching.is_alive(), "there is nothing to sample"
+    assert watching.close() == {}
+    assert watching.joules is None
+
+
+def test_a_sample_of_many_gpus_is_counted_for_each_of_them() -> None:
+    samples = iter(
+        [{"gpu/util/0": 10.0, "gpu/util/1": 30.0, "cpu/mem_gb": 2.0}, {"gpu/util/0": 50.0, "cpu/mem_gb": 1.0}]
+    )
+    part: Any = SimpleNamespace(sample=lambda step: next(samples), joules=None)
+    sink = Recorder()
+    watching = HardwareWatch([part], sink, itertools.count(3).__next__)
+    watching._sample()
+    watching._sample()
+    assert [step for step, _ in sink.lines] == [4, 5]
+    assert watching.close() == {"gpu_util": 30.0, "cpu_mem_gb": 2.0}
