@@ -1755,3 +1755,16 @@ def test_runs_are_listed_by_their_time_and_of_one_time_by_name(tmp_path: Path, c
         RunDir(run(tmp_path / name, score=1.0)).write_summary(started=started)
     assert [row["name"] for row in listed(capsys, tmp_path)] == ["c", "d", "b", "a"]
     assert [row["name"] for row in listed(capsys, tmp_path, sort="name")] == ["a", "b", "c", "d"]
+
+
+def test_a_run_that_was_typed_without_a_file_of_an_own_group_is_the_run_without_it(tmp_path: Path) -> None:
+    for name, words in (("a", ("debug=null",)), ("b", ()), ("c", ("experiment=null", "seed=1"))):
+        run(tmp_path / name, *words, score=1.0)
+    hydra = {"hydra": {"runtime": {"choices": {"model": "digitnet", "optimizer": "adamw", "loader": "auto"}}}}
+    (RunDir(tmp_path / "c").hydra / "hydra.yaml").write_text(json.dumps(hydra))
+    for name in "abc":
+        composed = {**COMPOSED, "seed": int(name == "c")}
+        RunDir(tmp_path / name).composed.write_text(components.dump(composed))
+    (row,) = groups(read_runs(tmp_path))
+    assert (row["done"], row["state"]) == (2, "3 done"), "the first two are one run"
+    assert differing(read_runs(tmp_path)) == ["seed"]
