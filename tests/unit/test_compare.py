@@ -1768,3 +1768,12 @@ def test_a_run_that_was_typed_without_a_file_of_an_own_group_is_the_run_without_
     (row,) = groups(read_runs(tmp_path))
     assert (row["done"], row["state"]) == (2, "3 done"), "the first two are one run"
     assert differing(read_runs(tmp_path)) == ["seed"]
+
+
+def test_of_the_keys_that_differ_those_that_were_typed_in_any_run_come_first(tmp_path: Path) -> None:
+    run(tmp_path / "a", score=1.0)
+    run(tmp_path / "b", "optimizer.lr=0.2", "seed=3", score=2.0)
+    composed = components.read_config(RunDir(tmp_path / "b").composed)
+    RunDir(tmp_path / "b").composed.write_text(components.dump({**composed, "batch": 8}))
+    both = read_runs(tmp_path)
+    assert differing(both) == differing(both[::-1]) == ["optimizer.lr", "seed", "batch"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -458,14 +459,20 @@ def test_the_power_of_the_processors_is_what_their_energy_has_risen_by_in_a_seco
     assert part.joules == 11.0
 
 
-def test_who_follows_the_samples_is_shown_after_each_of_them(tmp_path: Path, nvml: FakeNvml) -> None:
-    sink, shown_after = Recorder(), list[int]()
-    watching = monitor_of(tmp_path, ["GPU-aa"], sink, itertools.count(6).__next__, period=0.01)
+def test_who_follows_the_samples_is_called_after_each_of_them(tmp_path: Path, nvml: FakeNvml) -> None:
+    sink, shown_after, steps = Recorder(), list[int](), itertools.count(6)
+
+    def step() -> int:
+        if (number := next(steps)) == 9:
+            watching.done.set()
+        return number
+
+    watching = monitor_of(tmp_path, ["GPU-aa"], sink, step, period=0.001)
     watching.sampled = lambda: shown_after.append(len(sink.lines))
-    watching.start()
-    wait_for(lambda: len(shown_after) >= 3)
+    watching.run()
+    assert shown_after == [1, 2, 3]
+    assert [step for step, _ in sink.lines] == [7, 8, 9]
     watching.close()
-    assert shown_after == [*range(1, len(shown_after) + 1)]
 
 
 def test_the_gpus_are_watched_although_a_rank_has_ended(nvml: FakeNvml, tmp_path: Path) -> None:
@@ -535,3 +542,13 @@ def test_a_sample_of_many_gpus_is_counted_for_each_of_them() -> None:
     watching._sample()
     assert [step for step, _ in sink.lines] == [4, 5]
     assert watching.close() == {"gpu_util": 30.0, "cpu_mem_gb": 2.0}
+
+
+def test_the_gpus_of_a_machine_come_by_rank_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="own"))
+    monkeypatch.setattr(World, "gather", lambda self, own: [[f"GPU-{rank}"] for rank in range(32)])
+    for ranks in ((7, 8), (15, 16, 17), (1, 8, 16, 31)):
+        rank, *peers = ranks[::-1]
+        pids = {number: 1000 + number for number in peers}
+        here = replace(World.solo("cuda:0"), rank=rank, size=32, local_size=len(ranks), local_peer_pids=pids)
+        assert watched_gpus(nn.Linear(2, 2), here) == [f"GPU-{number}" for number in ranks]
