@@ -1342,3 +1342,18 @@ def test_a_chart_has_its_usual_size_and_is_the_address_of_a_picture() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (3, 16, 24), np.uint8)
     encoded = base64.b64decode(pictures.in_base64(noise), validate=True)
     assert np.array_equal(np.asarray(Image.open(BytesIO(encoded))), noise.transpose(1, 2, 0))
+
+
+def test_pictures_that_are_written_are_not_written_again_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("lockstep.telemetry.tensorboard.time.monotonic", lambda: now)
+    sink = tensorboard(tmp_path)
+    now = 111.0
+    sink.predicted(PREDICTIONS)
+    assert {count for key, count in written(tmp_path / "val").items() if key in PICTURES} == {1}
+    sink.end("completed")
+    assert {key: count for key, count in written(tmp_path / "val").items() if key in PICTURES} == dict.fromkeys(
+        PICTURES, 1
+    )
