@@ -617,6 +617,7 @@ def test_a_notebook_without_html_has_the_step_the_time_left_and_the_phase(monkey
     assert repr(cell) == "step  5/25  left 3:20  evaluating 3/8"
 
 
+@pytest.mark.usefixtures("capfd")
 def test_no_thread_that_shows_progress_keeps_a_program_from_ending() -> None:
     lines = Lines(PLAN, left(0), Monitor())
     with progress("predicting", 4):

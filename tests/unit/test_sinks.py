@@ -4,6 +4,7 @@ import base64
 import collections
 import csv
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -1357,3 +1358,17 @@ def test_pictures_that_are_written_are_not_written_again_at_the_end(
     assert {key: count for key, count in written(tmp_path / "val").items() if key in PICTURES} == dict.fromkeys(
         PICTURES, 1
     )
+
+
+def test_a_file_that_a_full_disk_does_not_let_end_is_named(tmp_path: Path) -> None:
+    def close() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, sink in (
+        ("metrics.jsonl", JsonLines(tmp_path / "metrics.jsonl", 0)),
+        ("a.csv", table_of(tmp_path / "a.csv")),
+    ):
+        sink.file.close()
+        sink.file = SimpleNamespace(close=close)  # type: ignore[assignment]
+        with pytest.raises(StorageError, match=rf"{name} cannot be written \(No space left on device\)"):
+            sink.end("completed")
