@@ -10,13 +10,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_strategy import plan, world
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lockstep.core.errors import InputError
-from lockstep.optim import SGD
-from lockstep.precision import FP32
-from lockstep.strategy import DDP, FSDP, Accelerate, Pipeline, Single, Strict, ddp
+from lockstep.core.protocols import Strategy
+from lockstep.core.world import World
+from lockstep.optim import SAM, SGD, AdamW, Muon
+from lockstep.precision import BF16, FP16, FP32
+from lockstep.strategy import (
+    DDP,
+    FSDP,
+    Accelerate,
+    AllReduce,
+    AllReduceHooks,
+    DataParallel,
+    Pipeline,
+    Single,
+    Strict,
+    ZeRO,
+    ddp,
+)
+from lockstep.strategy.ddp import LARGE_GRADIENT
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.sync_batchnorm import SyncBatchNorm
 from lockstep.strategy.zero import ZeROOptimizer, blocks
@@ -243,3 +261,287 @@ def test_fsdp_counts_the_formats_of_frozen_parameters_too() -> None:
     says = r"this model has 2 formats \(float16, float32\); use precision=bf16 or precision=fp32$"
     with pytest.raises(InputError, match=says):
         FSDP().shard(model, world(2), FP32(), EXAMPLE[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts", "says"),
+    [
+        (
+            FSDP(),
+            {"optimizer": Muon()},
+            "optimizer=muon looks at whole parameters, but under strategy=fsdp a rank has a part of each parameter; "
+            "use optimizer=adamw, adam or sgd, or strategy=ddp",
+        ),
+        (
+            ZeRO(),
+            {"optimizer": SAM()},
+            "optimizer=sam looks at all parameters together, but under strategy=zero a rank has some of the "
+            "parameters; use optimizer=adamw, adam, sgd or muon, or strategy=ddp",
+        ),
+        (
+            Pipeline(),
+            {"precision": FP16()},
+            "precision=fp16 has a loss scaler, and under strategy=pipeline each stage would skip other steps; "
+            "use precision=bf16, or strategy=ddp",
+        ),
+        (
+            FSDP(),
+            {"precision": FP16()},
+            "precision=fp16 has a loss scaler, which looks for overflows in whole gradients, but strategy=fsdp cuts "
+            "them over the ranks; use precision=bf16, or strategy=ddp",
+        ),
+        (
+            FSDP(),
+            {"micro_batches": "auto"},
+            "train.micro_batches=auto tries the whole model on each rank, and strategy=fsdp is for models that need "
+            "not fit there; use a number, such as train.micro_batches=8",
+        ),
+    ],
+)
+def test_a_part_that_does_not_fit_is_told_with_what_a_rank_has_and_what_fits(
+    strategy: Strategy, parts: dict[str, Any], says: str
+) -> None:
+    fitting: dict[str, Any] = {"optimizer": AdamW(), "precision": FP32(), "micro_batches": 1}
+    strategy.check_parts(**fitting)
+    with pytest.raises(InputError, match=f"^{re.escape(says)}$"):
+        strategy.check_parts(**{**fitting, **parts})
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3])
+def test_dp_drives_all_gpus_and_several_of_them_run_no_compiled_model(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    strategy = DataParallel()
+    assert (strategy.devices(1, gpus), strategy.ranks(gpus)) == (gpus, 1)
+    (note,) = strategy.notes(nn.BatchNorm1d(2), world(1), plan(1))
+    says = f"splits each batch over {gpus} GPUs" if gpus > 1 else "has no second GPU to split a batch over"
+    assert note.startswith(f"strategy=dp {says}")
+    assert len(strategy.notes(nn.BatchNorm1d(2), world(1), plan(2))) == 2, "batch norm counts per micro-batch"
+    strategy.check_compile(1, "cpu")
+    if gpus > 1:
+        with pytest.raises(InputError, match=f"on each of {gpus} GPUs, .* use strategy=ddp or model.compile=false"):
+            strategy.check_compile(1, "cuda")
+    else:
+        strategy.check_compile(1, "cuda")
+
+
+def test_a_part_of_a_model_is_not_compiled() -> None:
+    Pipeline().check_compile(1, "cuda")
+    DDP().check_compile(2, "cuda")
+    with pytest.raises(InputError, match=r"under strategy=pipeline .* use model.compile=false, or strategy=fsdp$"):
+        Pipeline().check_compile(2, "cpu")
+
+
+def test_every_stage_reads_the_whole_global_batch_on_its_own_device() -> None:
+    rank = World(rank=2, local_rank=1, size=4, local_size=2, device=torch.device("cuda", 1))
+    assert Pipeline().data_world(rank) == replace(rank, rank=0, size=1)
+    assert DDP().data_world(rank) is rank
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "says"),
+    [
+        (Pipeline(stages=2), 2, ""),
+        (
+            Pipeline(stages=2),
+            3,
+            r"strategy\.stages is 2, but launcher\.ranks makes 3 ranks, .*; remove strategy.stages",
+        ),
+        (Pipeline(cuts=[]), 1, ""),
+        (
+            Pipeline(cuts=[]),
+            2,
+            r"strategy\.cuts is \[\], which makes 1 stages, but there are 2 ranks .*ranks=1, or rem",
+        ),
+        (Pipeline(cuts=["a", "b"]), 3, ""),
+        (
+            Pipeline(cuts=["a", "b"]),
+            2,
+            r"is \[a,b\], which makes 3 stages, but there are 2 ranks .*ranks=3, or remove",
+        ),
+        (Strict(shards=1), 2, r"into 1 virtual shards .* use launcher\.ranks=1$"),
+        (Strict(shards=2), 4, r"launcher\.ranks is 4, .* into 2 virtual shards .* use launcher\.ranks=2$"),
+        (Strict(shards=8), 3, r"into 8 virtual shards .* use launcher\.ranks=2$"),
+        (Strict(shards=8), 8, ""),
+        (Single(), 1, ""),
+        (Single(), 3, r"^launcher\.ranks is 3, but this strategy has one rank; use strategy=ddp for several$"),
+    ],
+    ids=repr,
+)
+def test_ranks_that_do_not_fit_are_told_with_those_that_do(strategy: Single, ranks: int, says: str) -> None:
+    if not says:
+        strategy.check(ranks, "cpu")
+    else:
+        with pytest.raises(InputError, match=says):
+            strategy.check(ranks, "cpu")
+
+
+@pytest.mark.parametrize("strategy", [DDP, ZeRO])
+def test_a_graph_that_was_chosen_to_be_static_does_not_change(strategy: type[DDP]) -> None:
+    with pytest.raises(
+        InputError, match=r"but train\.freeze_until changes the graph; remove strategy\.static_graph$"
+    ):
+        strategy(static_graph=True).with_changing_graph()
+    changing = strategy(static_graph=False, bucket_mb=3.0).with_changing_graph()
+    assert changing == strategy(static_graph=False, find_unused_parameters=True, bucket_mb=3.0)
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_a_hook_of_ddp_is_registered_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Any] = []
+
+    class Replica(nn.Linear):
+        def register_comm_hook(self, state: object, hook: Any) -> None:
+            hooks.append((state, hook))
+
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **_: model)
+    assert DDP(comm_hook=name).replicate(model := Replica(3, 2), plan(), EXAMPLE) is model
+    expected = {"fp16": [default_hooks.fp16_compress_hook], "bf16": [default_hooks.bf16_compress_hook]}
+    assert hooks == [(None, hook) for hook in expected.get(name, [])]
+
+
+def test_accelerate_rehearses_its_replica_twice_as_ddp_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[Tensor] = []
+    prepared = SimpleNamespace(prepare_model=lambda model, **_: model)
+    monkeypatch.setattr(ddp, "accelerator", lambda device, **_: prepared)
+    model = nn.Linear(3, 2)
+    model.register_forward_pre_hook(lambda _, args: passes.append(args[0]))
+    assert Accelerate().replicate(model, plan(), EXAMPLE) is model
+    assert [images is EXAMPLE[0] for images in passes] == [True, True]
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_accelerate_places_nothing_and_takes_the_cpu_where_a_rank_has_no_gpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        pytest.importorskip("accelerate"), "Accelerator", lambda **options: SimpleNamespace(**options)
+    )
+    built = ddp.accelerator(torch.device(device))
+    assert (built.cpu, built.device_placement, built.mixed_precision) == (device == "cpu", False, "no")
+
+
+@pytest.mark.parametrize(("size", "messages"), [(LARGE_GRADIENT - 1, 1), (LARGE_GRADIENT, 2)])
+def test_a_gradient_of_the_large_size_is_sent_alone_and_smaller_ones_together(
+    size: int, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: sent.append(tensor.numel()))
+    model = nn.ParameterList([torch.zeros(3), torch.zeros(size), torch.zeros(4), torch.zeros(5)])
+    for parameter in (*model,)[:3]:
+        parameter.grad = torch.ones_like(parameter)
+    AllReduce().reduce(model)
+    assert sent == {1: [size + 7], 2: [size, 7]}[messages]
+    assert model[3].grad is None, "a frozen parameter gets none"
+
+
+def test_hooks_divide_the_sum_over_the_ranks_at_every_step_and_leave_out_what_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stepped(rank: World) -> list[Any]:
+        model = nn.Linear(2, 1)
+        model.bias.requires_grad_(False)
+        replica = AllReduceHooks().wrap(model, rank, plan(), EXAMPLE)
+        gradients = []
+        for step in (1, 2):
+            model.zero_grad()
+            for last in (False, True):
+                with AllReduceHooks().accumulate(replica, last):
+                    replica(torch.full((1, 2), float(step * 3 * rank.rank))).sum().backward()
+            AllReduceHooks().reduce(replica)
+            assert model.weight.grad is not None
+            gradients += [model.weight.grad.tolist(), model.bias.grad]
+        return gradients
+
+    divisor = AllReduceHooks().grad_divisor(world(3))
+    assert divisor == 3
+    # Two micro-batches of 0, 3 and 6 on the ranks, over three; the second step has twice as much.
+    assert ThreadRanks(3, monkeypatch).run(stepped) == [[[[6.0, 6.0]], None, [[12.0, 12.0]], None]] * 3
+
+
+def test_a_strict_replica_begins_each_step_with_no_gradients_of_the_one_before() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    replica = TreeReplica(layer)
+    for gradients in ((1.0, 2.0), (5.0, 6.0), (3.0, 4.0, 5.0, 6.0)):
+        for gradient in gradients:
+            layer.weight.grad = torch.full((2, 2), gradient)
+            replica.add_shard()
+            assert layer.weight.grad is None
+        replica.finish()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.unique().tolist() == [sum(gradients)]
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), Strict(), Pipeline()], ids=repr)
+def test_a_sum_over_the_ranks_is_divided_by_no_number_of_them(strategy: Single) -> None:
+    assert [strategy.grad_divisor(world(size)) for size in (1, 2, 4)] == [1, 1, 1]
+    assert [DDP().grad_divisor(world(size)) for size in (1, 2, 4)] == [1, 2, 4]
+
+
+def test_only_several_ranks_divide_the_state_of_an_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for strategy in (ZeRO(), Pipeline(), DDP()):
+        assert type(strategy.build_optimizer(SGD(), model, world(1))).__name__ == "SGD", strategy
+    divided = ZeRO().build_optimizer(SGD(), model, world(2))
+    assert isinstance(divided, ZeROOptimizer)
+    assert divided.defaults == SGD().build(model).defaults
+    assert type(DDP().build_optimizer(SGD(), model, world(2))).__name__ == "SGD"
+
+
+def test_the_groups_of_a_divided_optimizer_are_saved_as_torch_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saved(rank: World | None) -> dict[str, Any]:
+        model = nn.Sequential(*(nn.Linear(size, 2) for size in (5, 3, 4)))
+        whole = AdamW(lr=0.1, weight_decay=0.3).build(model)
+        optimizer = whole if rank is None else ZeROOptimizer(whole, rank)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    expected = saved(None)
+    main, other = ThreadRanks(2, monkeypatch).run(saved)
+    assert main["param_groups"] == other["param_groups"] == expected["param_groups"]
+    assert [*main["state"]] == [*range(6)], "in the order of the parameters"
+    assert 0 < len(other["state"]) < 6
+    for number, entries in expected["state"].items():
+        assert torch.equal(main["state"][number]["exp_avg"], entries["exp_avg"])
+
+
+@pytest.fixture
+def sharded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, Options]]:
+    """What FSDP has cut, with the options."""
+    blocks_and_options: list[tuple[nn.Module, Options]] = []
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda device, *_, **__: device)
+    monkeypatch.setattr(
+        "torch.distributed.fsdp.fully_shard", lambda block, **named: blocks_and_options.append((block, named))
+    )
+    return blocks_and_options
+
+
+def test_fsdp_cuts_the_blocks_before_the_model_and_one_rank_cuts_nothing(
+    sharded: list[tuple[nn.Module, Options]],
+) -> None:
+    pairs = [nn.Sequential(nn.Conv2d(2, 2, 3), nn.Linear(2, 2)) for _ in range(2)]
+    model = nn.Sequential(*pairs).to(memory_format=torch.channels_last)
+    FSDP().shard(model, world(1), FP32(), EXAMPLE[0])
+    assert sharded == []
+    FSDP().shard(model, world(2), FP32(), EXAMPLE[0])
+    assert [block for block, _ in sharded] == [*pairs, model]
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_fsdp_keeps_the_state_of_a_gpu_in_pinned_memory_of_the_host_where_somebody_asks(
+    device: str, offload: bool, sharded: list[tuple[nn.Module, Options]]
+) -> None:
+    place = replace(world(2), device=torch.device(device, 0))
+    FSDP(cpu_offload=offload).cut(nn.Linear(2, 2), place, BF16())
+    ((_, options),) = sharded
+    assert options["mesh"] == device
+    policy = options["offload_policy"]
+    assert isinstance(policy, CPUOffloadPolicy) == (offload and device == "cuda")
+    assert getattr(policy, "pin_memory", True) is True

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,6 +182,9 @@ def test_what_makes_a_run_differ_or_slow_is_noted(
         ("ACCELERATE_MIXED_PRECISION", "bf16", "precision=bf16"),
         ("ACCELERATE_USE_FSDP", "true", "strategy=fsdp"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "train.micro_batches=N"),
+        ("ACCELERATE_DYNAMO_BACKEND", "Inductor", "model.compile=true"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "strategy=zero"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "strategy=fsdp"),
     ],
 )
 def test_other_options_of_accelerate_launch_are_refused(
@@ -188,7 +192,7 @@ def test_other_options_of_accelerate_launch_are_refused(
 ) -> None:
     Accelerate().check(2, "cpu")
     monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=f"requests {name}={value}, but .* use {override}"):
+    with pytest.raises(InputError, match=f"requests {name}={value}, but .* use {override}, and remove it of `acc"):
         Accelerate().check(2, "cpu")
 
 
@@ -332,6 +336,36 @@ def test_strict_tries_a_model_and_names_what_has_no_deterministic_kernel() -> No
     assert not torch.utils.deterministic.fill_uninitialized_memory, "a kernel for each torch.empty"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_an_error_of_the_model_itself_is_none_of_determinism() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        Strict().wrap(nn.Linear(3, 2), World.solo(), plan(micro_batches=4), (torch.zeros(2, 5),))
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("strategy", [AllReduce(), AllReduceHooks(), FSDP(), Strict(), Pipeline()], ids=repr)
+def test_every_replica_begins_with_mains_weights_and_buffers(
+    strategy: Single, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(world: World) -> list[float]:
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(world.rank + 5)
+        strategy.wrap(model, world, plan(micro_batches=2), (torch.ones(2, 3),))
+        return [number for tensor in model.state_dict().values() for number in tensor.unique().tolist()]
+
+    assert ThreadRanks(2, monkeypatch).run(begun) == [[5.0] * 7] * 2
+
+
+def test_only_ranks_with_a_process_group_have_replicas_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.strategy.base.share_weights", lambda model: None)
+    model, alone = nn.Linear(2, 2), World.solo()
+    assert AllReduceHooks().wrap(model, alone, plan(), ()) is model
+    for place in (replace(alone, control=object()), world(2)):
+        assert isinstance(AllReduceHooks().wrap(nn.Linear(2, 2), place, plan(), ()), HookedReplica)
 
 
 def test_strict_keeps_the_running_statistics_of_the_first_shard() -> None:
