@@ -1,6 +1,11 @@
 """Where a model can be cut into stages, and in which order a stage takes its micro-batches."""
 
 import copy
+import itertools
+import random
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import timm
@@ -9,9 +14,10 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
-from lockstep.precision import FP32
+from lockstep.optim import SGD
+from lockstep.precision import BF16, FP32
 from lockstep.strategy import Pipeline, Single, pipeline
-from lockstep.strategy.cutting import cut
+from lockstep.strategy.cutting import MOST_PLACES, cut
 from lockstep.strategy.pipeline import become_stage
 from thread_ranks import ThreadRanks
 
@@ -246,3 +252,308 @@ def test_a_stage_receives_the_gradient_of_its_activations_in_their_format(dtype:
     shape = torch.Size((2, 3))
     assert messages == [("sent", shape, dtype, pipeline.ACTIVATIONS), ("received", shape, dtype, pipeline.GRADIENTS)]
     assert torch.equal(activations.grad, torch.ones(2, 3, dtype=dtype))
+
+
+class Calls(nn.Module):
+    """Three layers; `how` says in which way the middle one gets its input, or what its input is used for later."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.third, self.spare = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(2, 2)
+        self.second: nn.Module = nn.Bilinear(4, 4, 4) if how == "two" else nn.Linear(4, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        if self.how == "two":
+            second = self.second(first, first.relu())
+        elif self.how == "by name":
+            second = self.second(input=first)
+        else:
+            second = self.second(first)
+        if self.how == "shape":
+            second = second.reshape(first.shape).to(first.dtype)
+        if self.how == "keyword":
+            second = torch.add(input=second, other=first)
+        if self.how == "list":
+            second = torch.stack([second, first]).sum(0)
+        if self.how == "images":
+            second = second + x
+        if self.how == "parameter":
+            second = second * self.first.bias
+        logits: Tensor = self.third(second)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("how", "obstacle"),
+    [
+        ("plain", ""),
+        ("shape", ""),
+        ("two", "it takes 2 tensors, expected one"),
+        ("by name", "it takes 1 tensors, expected one"),
+        ("keyword", "more than its input is used behind it, as by a skip connection"),
+        ("list", "more than its input is used behind it, as by a skip connection"),
+        ("images", "more than its input is used behind it, as by a skip connection"),
+        ("parameter", "first.bias is used on both sides of it"),
+    ],
+)
+def test_a_cut_is_before_a_module_of_one_tensor_whose_numbers_nobody_else_needs(how: str, obstacle: str) -> None:
+    model = Calls(how)
+    if obstacle:
+        says = f"strategy.cuts: the model cannot be cut before second: {obstacle}; cut elsewhere, or remove strategy."
+        with pytest.raises(InputError, match=f"^{re.escape(says)}cuts$"):
+            cut(model, IMAGES, 2, ["second"])
+    else:
+        stages = cut(model, IMAGES, 2, ["second"])
+        own = {name.partition(".")[0]: stage for name, stage in stages.homes.items()}
+        assert own == {"first": 0, "second": 1, "third": 1, "spare": 0}, "what never runs is in the first stage"
+    assert cut(model, IMAGES, 2, ["third"]).entries == ("third",)
+
+
+def test_each_cut_has_the_format_of_its_activations() -> None:
+    assert cut(Network("plain"), IMAGES, 3, ["second", "third"]).formats == (torch.float32,) * 2
+    assert cut(Network("plain").double(), IMAGES.double(), 2, ["second"]).formats == (torch.float64,)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cut(Network("plain"), IMAGES, 2, ["second"]).formats == (torch.bfloat16,)
+
+
+@pytest.mark.parametrize("number", [MOST_PLACES - 1, MOST_PLACES, MOST_PLACES + 1])
+def test_an_unknown_module_is_told_with_the_first_places_for_a_cut(number: int) -> None:
+    # Of the residual block nobody can cut the inside.
+    model = nn.Sequential(Residual(), *(nn.Linear(4, 4) for _ in range(number - 1)))
+    names = [str(at) for at in range(min(number, MOST_PLACES))]
+    shown = ", ".join([*names, *["..."] * (number > MOST_PLACES)])
+    with pytest.raises(InputError, match=rf"the model runs no module 'x', expected some of {re.escape(shown)}\.$"):
+        cut(model, IMAGES, 2, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        (["1", "1"], r"strategy\.cuts is \[1,1\], expected different modules in the order in which they run"),
+        (["2", "1"], r"strategy\.cuts is \[2,1\], expected different modules in the order in which they run"),
+        (["1", "2"], r"is \[1,2\], which leaves stage 1 without parameters; cut elsewhere, or remove strategy\.cuts"),
+        (["2", "3"], r"is \[2,3\], which leaves stage 2 without parameters"),
+    ],
+)
+def test_each_stage_has_parameters_and_an_entry_of_its_own(entries: list[str], says: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    with pytest.raises(InputError, match=says):
+        cut(model, IMAGES, 3, entries)
+
+
+def test_no_stage_begins_behind_the_last_parameter() -> None:
+    with pytest.raises(InputError, match=r"has 2 stages, but this model can be cut into 1 at the most; use launcher"):
+        cut(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Tanh()), IMAGES, 2, None)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_cuts_balance_better(stages: int, seed: int) -> None:
+    sizes = [random.Random(seed).randint(1, 40) for _ in range(8)]
+    layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise([4, *sizes])]
+    numbers = [layer.weight.numel() for layer in layers]
+
+    def unevenness(starts: tuple[int, ...]) -> int:
+        return sum(sum(numbers[a:b]) ** 2 for a, b in itertools.pairwise([0, *starts, len(numbers)]))
+
+    best = min(itertools.combinations(range(1, 8), stages - 1), key=unevenness)
+    assert cut(nn.Sequential(*layers), IMAGES, stages, None).entries == tuple(map(str, best))
+
+
+def staged(whole: nn.Module, entry: str, world: World, images: Tensor) -> nn.Module:
+    """A copy of a model that is the stage of this rank, of two."""
+    model = copy.deepcopy(whole)
+    become_stage(model, cut(model, images, 2, [entry]), world)
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_trains_nothing_takes_and_sends_no_gradient(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, images = Network("plain"), torch.randn(2, 4)
+    for module in [whole.first] if stage == 0 else [whole.second, whole.third]:
+        module.requires_grad_(False)
+    whole(images).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    whole.zero_grad()
+
+    def trained(world: World) -> list[str]:
+        model = staged(whole, "second", world, images)
+        model(images).sum().backward()
+        own = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
+        for name, gradient in own.items():
+            assert (gradient is None) == (gradients[name] is None), name
+            assert gradient is None or torch.equal(gradient, gradients[name]), name
+        return [*own]
+
+    first, second = ThreadRanks(2, monkeypatch).run(trained)
+    assert {name.partition(".")[0] for name in first} == {"first"}
+    assert {name.partition(".")[0] for name in second} == {"second", "third"}
+
+
+class Images(nn.Module):
+    """A factor for each channel, then a convolution and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.PReLU(3), nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.second(self.first(x)).mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stage_gets_its_images_in_the_order_in_memory_that_one_rank_has(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = torch.channels_last if last else torch.contiguous_format
+    whole = Images().to(memory_format=order)
+    images = torch.randn(2, 3, 8, 8).contiguous(memory_format=order)
+    alone: list[Tensor] = []
+    handle = whole.second.register_forward_pre_hook(lambda _, args: alone.append(args[0]))
+    expected = whole(images)
+    handle.remove()
+
+    def passed(world: World) -> tuple[Tensor, list[bool]]:
+        model, orders = staged(whole, "second", world, images), list[bool]()
+        model.second.register_forward_pre_hook(
+            lambda _, args: orders.append(args[0].is_contiguous(memory_format=torch.channels_last))
+        )
+        return model(images).detach(), orders
+
+    _, (logits, orders) = ThreadRanks(2, monkeypatch).run(passed)
+    torch.testing.assert_close(logits, expected.detach())
+    assert orders == [alone[0].is_contiguous(memory_format=torch.channels_last)] == [last]
+
+
+def test_stages_compute_in_the_format_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, images = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)), torch.randn(2, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = whole(images)
+
+    def passed(world: World) -> tuple[Any, Tensor]:
+        model = copy.deepcopy(whole)
+        Pipeline(cuts=["1"]).shard(model, world, BF16(), torch.zeros(2, 4))
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.forward.stages.formats, model(images)
+
+    (formats, first), (_, logits) = ThreadRanks(2, monkeypatch).run(passed)
+    assert formats == (torch.bfloat16,)
+    assert (first.shape, first.dtype) == ((0, 3), torch.bfloat16)
+    assert torch.equal(logits, expected)
+
+
+def test_a_weight_of_several_layers_is_on_other_ranks_in_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Network("plain")
+    whole.third = whole.second
+    tied = nn.Linear(4, 4)
+    tied.weight = whole.second.weight
+    tied.register_parameter("again", tied.weight)
+    whole.second, whole.third = tied, nn.Linear(4, 4)
+    whole.third.weight = tied.weight
+
+    def is_away(world: World) -> list[bool]:
+        model = staged(whole, "second", world, IMAGES)
+        weights = [model.second.weight, model.second.again, model.third.weight]
+        assert len({id(weight) for weight in weights}) == 1
+        return [weight.is_meta for weight in (model.first.weight, *weights)]
+
+    assert ThreadRanks(2, monkeypatch).run(is_away) == [[False, True, True, True], [True, False, False, False]]
+
+
+def test_each_stage_steps_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, images = Network("plain"), torch.randn(2, 4)
+
+    def stepped(world: World) -> dict[str, Tensor]:
+        model = staged(whole, "second", world, images)
+        optimizer = Pipeline().build_optimizer(SGD(lr=0.1, momentum=0.9), model, world)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(images).sum().backward()
+            optimizer.step()
+        return {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
+
+    first, last = ThreadRanks(2, monkeypatch).run(stepped)
+    optimizer = SGD(lr=0.1, momentum=0.9).build(whole)
+    for _ in range(2):
+        optimizer.zero_grad()
+        whole(images).sum().backward()
+        optimizer.step()
+    expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    assert first.keys() | last.keys() == expected.keys()
+    for name, tensor in (first | last).items():
+        torch.testing.assert_close(tensor, expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_over_stages_has_the_format_of_the_gradients(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def norm(world: World) -> tuple[torch.dtype, float]:
+        parameters = [
+            nn.Parameter(torch.zeros(1, dtype=dtype, device="cpu" if n == world.rank else "meta")) for n in (0, 1)
+        ]
+        parameters[world.rank].grad = torch.full((1,), [3.0, 4.0][world.rank], dtype=dtype)
+        total = Pipeline().gradient_norm(parameters)
+        return total.dtype, total.item()
+
+    assert ThreadRanks(2, monkeypatch).run(norm) == [(dtype, 5.0)] * 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_with_nccl_each_direction_has_a_group_of_its_own_and_tags_tell_them_apart(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, calls = itertools.count(1), list[tuple[str, int, Any, int, bool]]()
+    work = SimpleNamespace(wait=lambda: None)
+
+    def isend(message: Tensor, target: int, group: Any, tag: int) -> Any:
+        calls.append(("to", target, group, tag, message.is_contiguous()))
+        return work
+
+    def recv(message: Tensor, source: int, group: Any, tag: int) -> None:
+        calls.append(("from", source, group, tag, message.is_contiguous()))
+
+    monkeypatch.setattr(pipeline.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(pipeline.dist, "new_group", lambda: f"group {next(groups)}")
+    monkeypatch.setattr(pipeline.dist, "isend", isend)
+    monkeypatch.setattr(pipeline.dist, "recv", recv)
+    neighbours = pipeline.Neighbours(world(1, 3))
+    forward, back = ("group 1", "group 2") if backend == "nccl" else (None, None)
+    for kind in (pipeline.ACTIVATIONS, pipeline.GRADIENTS):
+        received = neighbours.receive(torch.Size((2, 3)), torch.bfloat16, kind)
+        assert (received.dtype, received.device.type) == (torch.bfloat16, "cpu")
+        neighbours.send(torch.zeros(3, 2).t(), kind)
+    assert calls == [
+        ("from", 0, forward, 0, True),
+        ("to", 2, forward, 0, True),
+        ("from", 2, back, 1, True),
+        ("to", 0, back, 1, True),
+    ]
+
+
+def test_a_message_waits_for_the_one_before_it_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+
+    def isend(message: Tensor, target: int, group: Any, tag: int) -> Any:
+        number = int(message[0])
+        events.append(f"send {number}")
+        return SimpleNamespace(wait=lambda: events.append(f"wait {number}"))
+
+    monkeypatch.setattr(pipeline.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(pipeline.dist, "isend", isend)
+    neighbours = pipeline.Neighbours(world(1, 3))
+    for number, kind in enumerate((pipeline.ACTIVATIONS, pipeline.GRADIENTS, pipeline.ACTIVATIONS)):
+        neighbours.send(torch.full((2,), float(number)), kind)
+    neighbours.send(torch.zeros(0), pipeline.ACTIVATIONS)
+    neighbours.send(torch.full((2,), 3.0), pipeline.ACTIVATIONS)
+    assert events == ["send 0", "send 1", "wait 0", "send 2", "wait 2", "send 3"]
+
+
+def test_one_rank_is_a_whole_model_under_any_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "become_stage", lambda *_: pytest.fail("it is cut"))
+    model = Network("constant")  # which several ranks refuse
+    Pipeline(cuts=[]).shard(model, world(0, 1), FP32(), IMAGES)
+    assert "forward" not in vars(model)
