@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from lockstep.core.model import has_batchnorm
 from lockstep.core.world import World
-from lockstep.strategy.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, _dense, convert_sync_batchnorm
+from lockstep.strategy.sync_batchnorm import (
+    CUDAKernels,
+    PlainKernels,
+    SyncBatchNorm,
+    SyncBatchNormAct,
+    _dense,
+    convert_sync_batchnorm,
+)
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -204,3 +211,109 @@ def test_an_input_keeps_a_format_without_gaps_and_loses_any_other(shape: tuple[i
     with_gaps = torch.rand(*shape[:-1], 2 * shape[-1])[..., ::2]
     assert _dense(with_gaps).is_contiguous()
     assert torch.equal(_dense(with_gaps), with_gaps)
+
+
+def of_channels(vector: Tensor) -> Tensor:
+    return vector[None, :, None, None]
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_the_kernels_of_a_gpu_are_called_as_torch_documents_them(
+    affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU they are formulas here, by the names of their arguments in torch's `native_functions.yaml`."""
+
+    def stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        variance, mean = torch.var_mean(input, [0, 2, 3], correction=0)
+        return mean, (variance + eps).rsqrt()
+
+    def elemt(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+    ) -> Tensor:
+        assert eps == 0.25
+        output = (input - of_channels(mean)) * of_channels(invstd)
+        return output if weight is None or bias is None else output * of_channels(weight) + of_channels(bias)
+
+    def reduce(
+        grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *computed: bool
+    ) -> tuple[Tensor, Tensor, None, None]:
+        assert computed == (True, False, False)
+        return grad_out.sum([0, 2, 3]), (grad_out * (input - of_channels(mean))).sum([0, 2, 3]), None, None
+
+    def backward_elemt(
+        grad_out: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        sum_dy: Tensor,
+        sum_dy_xmu: Tensor,
+        count: Tensor,
+    ) -> Tensor:
+        assert (count.dtype, count.shape) == (torch.int32, (2,))
+        number, scale = count.sum(), of_channels(invstd)
+        slope = (input - of_channels(mean)) * of_channels(sum_dy_xmu / number) * scale**2
+        own = (grad_out - of_channels(sum_dy / number) - slope) * scale
+        return own if weight is None else own * of_channels(weight)
+
+    for name, formula in (("stats", stats), ("elemt", elemt), ("backward_reduce", reduce)):
+        monkeypatch.setattr(torch, f"batch_norm_{name}", formula)
+    monkeypatch.setattr(torch, "batch_norm_backward_elemt", backward_elemt)
+    x, grad, eps = values(5, 3, 4, 2), values(5, 3, 4, 2).sin(), 0.25
+    weight, bias = (torch.tensor([[0.5, 1.5, 2.5], [7.0, 8.0, 9.0]]).double()) if affine else (None, None)
+    (mean, variance), expected = CUDAKernels.moments(x, eps), PlainKernels.moments(x, eps)
+    torch.testing.assert_close((mean, variance), expected)
+    scale, counts = (variance + eps).rsqrt(), torch.tensor([[30.0], [10.0]]).double()
+    results = []
+    for kernels in (PlainKernels, CUDAKernels):
+        sums = kernels.sums(grad, x, mean, scale)
+        output = kernels.normalize(x, weight, bias, mean, scale, eps)
+        results.append((sums, output, kernels.gradient(grad, x, weight, mean, scale, sums, counts)))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_variance_of_nothing_is_not_negative_by_a_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = torch.tensor([2.0, 1.001e5**0.5])  # of a variance that is zero, and an eps of 1e-5
+    monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: (torch.zeros(2), rounded), raising=False)
+    assert CUDAKernels.moments(torch.zeros(1, 2), 1e-5)[1].tolist() == [pytest.approx(0.25 - 1e-5), 0.0]
+
+
+def test_activations_of_16_bits_have_statistics_in_float32_and_gradients_in_their_own_format() -> None:
+    layer = SyncBatchNorm(3, momentum=1.0).train()
+    inputs = values(64, 3, 4, 4).bfloat16().requires_grad_()
+    output = layer(inputs)
+    output.float().square().sum().backward()
+    assert output.dtype is inputs.grad.dtype is torch.bfloat16
+    assert layer.running_mean.dtype is torch.float32
+    wide = inputs.detach().double()
+    # With a momentum of 1 the statistics are those of the batch, to the rounding of float32.
+    torch.testing.assert_close(layer.running_mean.double(), wide.mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.running_var.double(), wide.var((0, 2, 3)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_an_input_without_channels_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"expected an input of at least 2 dimensions, got {len(shape)}"):
+        SyncBatchNorm(3).eval()(torch.zeros(shape))
+    assert SyncBatchNorm(3).eval()(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_a_norm_of_timm_without_a_drop_and_an_activation_is_a_plain_one() -> None:
+    fused, bare = BatchNormAct2d(3), BatchNormAct2d(3)
+    bare.drop = None  # as of layers of timm before 0.6
+    model = convert_sync_batchnorm(nn.Sequential(fused, bare, nn.BatchNorm2d(3)))
+    assert [type(layer) for layer in model] == [SyncBatchNormAct, SyncBatchNorm, SyncBatchNorm]
+
+
+def test_a_blank_input_is_passed_on_and_counts_nothing() -> None:
+    layer = SyncBatchNorm(3).train()
+    layer.blank = True
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    output = layer(x)
+    output.sum().backward()
+    assert torch.equal(output, x)
+    assert layer.num_batches_tracked == 0
+    assert layer.weight.grad.tolist() == [0.0] * 3
+    layer.blank = False
+    assert not torch.equal(layer(x), x)
