@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import files, reading, writing
 from lockstep.checkpoint.files import find_corruption, manifest_text, whole_weights
 from lockstep.checkpoint.reading import check_fingerprint, latest_valid, load_newest, newest_of_run
-from lockstep.checkpoint.state import check_plain, host_copies
-from lockstep.checkpoint.weights import load_start, read_card, weights_file
+from lockstep.checkpoint.state import check_plain, host_copies, map_tensors
+from lockstep.checkpoint.weights import find_card, load_start, read_card, weights_file
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.model_card import ModelCard
@@ -993,3 +994,300 @@ def test_a_manifest_lists_the_files_by_name_whatever_the_order_of_the_folder(tmp
         (tmp_path / name).write_text(name)
     written = json.loads(manifest_text(tmp_path))
     assert [*written["bytes"]] == [*written["sha256"]] == names
+
+
+@pytest.mark.parametrize(("monitor", "left"), [("top1", [6, 2]), ("-loss", [6, 3]), ("loss", [6, 2])])
+def test_the_best_score_is_the_lowest_where_less_is_better(run: RunDir, monitor: str, left: list[int]) -> None:
+    target = writer(run, keep=1, keep_best=1, fingerprint={**IDENTITY, "monitor": monitor})
+    for step, score in enumerate([0.7, 0.9, 0.2, 0.8, 0.2, None], start=1):
+        save(target, step, score=score)
+    target.close()
+    assert steps_left(run) == left
+
+
+def size_of(*folders: Path) -> int:
+    return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("status", ["completed", "stopped"])
+def test_what_all_could_remove_of_a_completed_run_is_counted(run: RunDir, status: str) -> None:
+    target = writer(run, keep=9)
+    for step, score in enumerate((5.0, 9.0, 3.0, 4.0), start=1):
+        save(target, step, best=step == 2, score=score)
+    target.close()
+    paths = {step: run.checkpoints / f"step-{step:08}" for step in (1, 2, 3, 4)}
+    (torn := run.checkpoints / ".step-00000005.tmp").mkdir()
+    (torn / "model.safetensors").write_bytes(bytes(1000))
+    run.write_summary(status=status)
+    completed = status == "completed"
+    one, two, every = (
+        files.removable(run, 1),
+        files.removable(run, 2),
+        files.removable(run, 1, everything=True),
+    )
+    assert one.stay == (paths[4], paths[2])
+    assert one.go == (paths[3], paths[1], torn)
+    assert one.size == size_of(paths[3], paths[1]) + 1000
+    assert one.more == (size_of(paths[4], paths[2]) if completed else 0)
+    assert (two.stay, two.go) == ((paths[4], paths[3], paths[2]), (paths[1], torn))
+    assert (every.stay, every.more) == (((), 0) if completed else (one.stay, one.more))
+    flip(run.weights, 8 * run.weights.stat().st_size - 1)
+    assert (files.removable(run, 1, everything=True).stay, files.removable(run, 1).more) == (one.stay, 0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "state.pt"])
+def test_a_file_with_its_hash_that_no_library_can_load_is_damage(run: RunDir, name: str) -> None:
+    (path,) = saved(run, 1)
+    replace_file(path, name, b"PK no tensors\nat all")
+    assert find_corruption(path) == ""
+    with pytest.raises(InputError) as caught:
+        reading.read_checkpoint(path)
+    assert str(caught.value).startswith(f"resume: checkpoint {path} is damaged (")
+    assert str(caught.value).endswith("); name another one")
+    assert "\n" not in str(caught.value)
+    assert ("state.pt cannot be loaded (" in str(caught.value)) == (name == "state.pt")
+    with pytest.raises(InputError, match="is damaged"):
+        load_newest(run)
+
+
+def test_an_empty_or_a_compressed_state_is_not_loaded(run: RunDir, tmp_path: Path) -> None:
+    (path,) = saved(run, 1)
+    for content, reason in ((b"", "it is empty"), (b"x\nbytearray\n", "it has an array of bytes")):
+        replace_file(path, "state.pt", content)
+        with pytest.raises(ValueError, match=rf"^state\.pt cannot be loaded \({reason}\)$"):
+            files.read_state(path)
+
+
+def test_the_pickle_in_an_archive_is_not_larger_than_anything_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, str]] = []
+    monkeypatch.setattr(files, "check_size", lambda size, what: sizes.append((size, what)))
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "a.pt")
+    files.check_archive(tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        members = {member.filename: member.file_size for member in archive.infolist()}
+    assert sizes == [(size * name.endswith(".pkl"), f"{name} in it has") for name, size in members.items()]
+    assert members["a/data.pkl"] > 0
+
+
+def test_the_sizes_and_the_hashes_in_a_manifest_are_of_the_same_files(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for part in ("bytes", "sha256"):
+        changed = {**manifest, part: {name: value for name, value in manifest[part].items() if name != "state.pt"}}
+        (path / "manifest.json").write_text(json.dumps(changed))
+        assert find_corruption(path) == "manifest.json does not list the files of a checkpoint"
+        assert not whole_weights(path)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "bytes": {**manifest["bytes"], "state.pt": 1}}))
+    size = (path / "state.pt").stat().st_size
+    assert find_corruption(path) == f"state.pt has {size} bytes, expected 1"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "sentence"),
+    [
+        ({"names": ["a", "b"]}, {"names": ["a", "c"]}, "names[1]: here b, there c"),
+        ({"names": ["a", "b"]}, {"names": ["a"]}, "names[1]: here b, there nothing"),
+        ({"names": ["a"]}, {"names": ["a", "b"]}, "names[1]: here nothing, there b"),
+        ({"names": [None, "a"]}, {"names": ["b", "a"]}, "names[0]: here None, there b"),
+        ({"size": [8, 9]}, {"size": [9, 8]}, "size: here [8, 9], there [9, 8]"),
+        ({"size": [8, 9]}, {"size": [8, 9]}, ""),
+        ({"a": 0}, {"a": None}, "a: here 0, there nothing"),
+        ({"a": None}, {"a": 0}, "a: here nothing, there 0"),
+        ({"a": None}, {}, ""),
+        ({"a": 1}, {"a": 1, "b": 2}, ""),
+        ({"b": 1, "a": 1}, {"a": 2, "b": 2}, "b: here 1, there 2; a: here 1, there 2"),
+        ({"of": {"x": 1, "y": 2}}, {"of": {"x": 1, "y": 3}}, "of.y: here 2, there 3"),
+    ],
+)
+def test_the_differences_of_two_runs_are_named_key_by_key(
+    here: dict[str, Any], there: dict[str, Any], sentence: str
+) -> None:
+    assert reading.describe_differences(here, there) == sentence
+
+
+def test_a_loss_scale_goes_on_under_the_options_of_today_and_where_there_is_a_scaler(run: RunDir) -> None:
+    (path,) = saved(run, 1)  # with a scale of 8
+    for enabled in (True, False):
+        contents = parts(1)
+        contents.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=7, enabled=enabled)
+        restore(path, contents)
+        state = contents.scaler.state_dict()
+        assert (state.get("scale"), state.get("_growth_tracker"), state.get("growth_interval")) == (
+            (8.0, 5, 7) if enabled else (None, None, None)
+        )
+    contents.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    target = writer(run)
+    save(target, 2, contents)
+    target.close()
+    resumed = parts(2)
+    restore(run.checkpoints / "step-00000002", resumed)
+    assert resumed.scaler.state_dict()["scale"] == 2.0**5, "of a run without a scaler"
+
+
+def test_an_average_that_has_not_begun_is_no_file_and_begins_after_the_resume(run: RunDir) -> None:
+    contents = parts(0)
+    contents.ema = EMA(contents.model, 0.9)
+    target = writer(run)
+    save(target, 1, contents, best=True)
+    target.close()
+    path = run.checkpoints / "step-00000001"
+    assert not (path / "ema.safetensors").exists()
+    assert same(load_file(run.weights), dict(contents.model.state_dict())), "the weights themselves are scored"
+    resumed = parts(1)
+    before = host_copies(dict(resumed.ema.module.state_dict()))
+    assert resumed.ema.n_averaged == 1
+    restore(path, resumed)
+    assert resumed.ema.n_averaged == 0
+    assert same(dict(resumed.ema.module.state_dict()), before)
+    run.weights.unlink()
+    writer(run).repair_export(1)
+    assert same(load_file(run.weights), dict(contents.model.state_dict()))
+
+
+def test_a_run_without_an_average_resumes_from_one_with_it(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    contents = vars(parts(1)) | {"ema": None}
+    assert reading.restore_from(reading.read_checkpoint(path), **contents)["step"] == 1
+    assert same(dict(contents["model"].state_dict()), dict(parts(0).model.state_dict()))
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_the_first_three_tensors_of_another_model_are_told_and_how_many_there_are(run: RunDir, number: int) -> None:
+    saved(run, 1)
+    model = parts(3).model
+    before = host_copies(dict(model.state_dict()))
+    reading.load_exported(model, run.weights)
+    exported = dict(model.state_dict())
+    assert not same(exported, before)
+    assert same(exported, dict(parts(0).model.state_dict()))
+    other = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(number)))
+    shapes = {f"{at}.weight": (2, 2) for at in range(number)}
+    reading.check_shapes(other, shapes, Path("w"), "mine")
+    changed = dict.fromkeys(shapes, (2, 3))
+    examples = ", ".join(f"{name} (here (2, 2), there (2, 3))" for name in [*shapes][:3])
+    with pytest.raises(InputError) as caught:
+        reading.check_shapes(other, changed, Path("w"), "mine")
+    assert str(caught.value) == f"mine: w is of another model: {number} tensors differ, e.g. {examples}"
+    reading.check_shapes(other, changed, Path("w"), "mine", leave_out=[*shapes])
+    with pytest.raises(InputError, match=r"1 tensors differ, e\.g\. more \(here None, there \(1,\)\)$"):
+        reading.check_shapes(other, {**shapes, "more": (1,)}, Path("w"), "mine")
+    with pytest.raises(InputError, match=r"1 tensors differ, e\.g\. 0\.weight \(here \(2, 2\), there None\)$"):
+        reading.check_shapes(other, {n: shape for n, shape in shapes.items() if n != "0.weight"}, Path("w"), "mine")
+
+
+def test_exported_weights_of_another_model_are_refused_by_their_key(run: RunDir) -> None:
+    saved(run, 1)
+    model = nn.Linear(2, 2)
+    before = host_copies(dict(model.state_dict()))
+    with pytest.raises(InputError, match=rf"^weights: {re.escape(str(run.weights))} is of another model"):
+        reading.load_exported(model, run.weights)
+    with pytest.raises(InputError, match=rf"^task\.teacher: {re.escape(str(run.weights))} is of another model"):
+        reading.check_tensors(model, run.weights, "task.teacher")
+    assert same(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize(
+    ("content", "command"),
+    [
+        (None, "the command of this run and another hydra.run.dir=FOLDER"),
+        ("steps: 20\n", "the command of this run and another hydra.run.dir=FOLDER"),
+        ("- steps=20\n", "lockstep train steps=20"),
+    ],
+)
+def test_a_run_that_lost_everything_says_how_to_start_over(run: RunDir, content: str | None, command: str) -> None:
+    saved(run, 1)
+    shutil.rmtree(run.checkpoints)
+    run.weights.write_bytes(b"none either")
+    if content is not None:
+        run.overrides.write_text(content)
+    with pytest.raises(InputError) as caught:
+        newest_of_run(run)
+    assert str(caught.value) == (
+        f"resume: no checkpoint in {run.checkpoints} is complete (there is no checkpoint left); nothing was changed; "
+        f"put one back, or start over elsewhere with `{command}`; to start over here, remove the folder"
+    )
+
+
+def test_the_last_failure_is_told_with_the_folder_and_the_reason(run: RunDir, full_disk: Any) -> None:
+    target = writer(run)
+    with full_disk(100):
+        save(target, 1)
+        with pytest.raises(StorageError) as caught:
+            target.close()
+    assert str(caught.value) == f"the last checkpoint could not be written to {run.path} (file too large)"
+
+
+def test_the_state_of_callbacks_is_saved_where_there_is_one(run: RunDir) -> None:
+    target = writer(run)
+    for step, callbacks in ((1, None), (2, {}), (3, {"mine": {"seen": 3}})):
+        target.save(**vars(parts()), progress=progress(step), callbacks=callbacks)
+    target.close()
+    states = [files.read_state(run.checkpoints / f"step-{step:08}") for step in (1, 2, 3)]
+    assert [state.get("callbacks", "none") for state in states] == ["none", "none", {"mine": {"seen": 3}}]
+    assert [state["ema_updates"] for state in states] == [1, 1, 1]
+
+
+def test_the_first_file_that_is_gone_is_named(run: RunDir) -> None:
+    target = writer(run, needed=(run.config, run.composed, run.overrides))
+    run.config.touch()
+    save(target, 1)
+    with pytest.raises(
+        StorageError, match=f"^{re.escape(str(run.composed))} was removed .* nobody can resume the run$"
+    ):
+        target.wait()
+    assert target.pending is None
+
+
+def test_a_damaged_best_checkpoint_is_not_exported(run: RunDir) -> None:
+    (best,) = saved(run, 4)
+    exported = run.weights.read_bytes()
+    run.best.unlink()
+    for name in ("state.pt", "ema.safetensors"):
+        flip(best / name, 99)
+        run.weights.write_bytes(b"older")
+        writer(run).repair_export(4)
+        assert run.weights.read_bytes() == b"older"
+        assert not run.best.exists()
+        flip(best / name, 99)
+    run.weights.write_bytes(exported)
+    writer(run).repair_export(4)
+    assert not run.best.exists(), "nothing is to be done"
+
+
+def test_copies_have_no_gradient_and_their_own_memory_also_of_a_part() -> None:
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    whole, part = host_copies([weight, weight[:1]])
+    assert (whole.requires_grad, part.requires_grad) == (False, False)
+    assert (type(whole), part.untyped_storage().nbytes()) == (torch.Tensor, 12)
+    assert map_tensors((1, [torch.ones(1)], {"a": "b"}), lambda tensor: tensor + 1) == (
+        1,
+        [torch.tensor([2.0])],
+        {"a": "b"},
+    )
+
+
+def test_a_card_that_cannot_be_read_is_the_users_mistake_and_other_weights_have_none(tmp_path: Path) -> None:
+    for name, metadata in (("plain", None), ("other", {"format": "pt"}), ("broken", {"lockstep": "{"})):
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors", metadata)
+    assert find_card(tmp_path / "plain.safetensors") is find_card(tmp_path / "other.safetensors") is None
+    assert find_card(tmp_path / "gone.safetensors") is None
+    for read in (find_card, read_card):
+        with pytest.raises(InputError, match=r"^weights: .*broken\.safetensors cannot be used: "):
+            read(tmp_path / "broken.safetensors")
+    with pytest.raises(InputError, match=r"^mine: .*plain\.safetensors cannot be used: "):
+        read_card(tmp_path / "plain.safetensors", "mine")
+
+
+def test_a_path_without_weights_is_told_with_a_similar_one(run: RunDir, tmp_path: Path) -> None:
+    saved(run, 1)
+    begin = "expected a .safetensors file or a run folder"
+    for path, end in (
+        (tmp_path / "runn", f"{begin}. Did you mean {run.path}?"),
+        (run.checkpoints, f"{begin}, such as {run.best}"),
+        (tmp_path / "nothing like it", begin),
+    ):
+        with pytest.raises(InputError) as caught:
+            weights_file(path, "mine")
+        assert str(caught.value) == f"mine: there are no weights at {path}, {end}"
