@@ -144,6 +144,8 @@ NESTED = {
     "state_dict": lambda state: {"state_dict": state, "epoch": 3, "args": argparse.Namespace(bytearray="bytearray")},
     "model": lambda state: {"model": state, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=0.1)},
     "model_state_dict": lambda state: {"epoch": 1, "model_state_dict": state},
+    "several": lambda state: {"model": {"other": torch.ones(1)}, "model_state_dict": {}, "state_dict": state},
+    "of two": lambda state: {"model": {"other": torch.ones(1)}, "model_state_dict": state},
 }
 
 
@@ -344,3 +346,50 @@ def test_a_new_run_begins_with_the_weights_of_a_file_which_a_resume_needs_no_lon
     trained.unlink()
     run_until(World.solo(), run, None)
     torch.testing.assert_close(load_file(run.weights), start)
+
+
+@pytest.mark.parametrize("names", [NAMES, ["ant", "yak"], ["v", "w"]])
+def test_a_stem_and_a_head_that_are_not_taken_as_they_are_are_both_told(tmp_path: Path, names: list[str]) -> None:
+    file, name = tmp_path / "weights.safetensors", "test_resnet"
+    save(timm.create_model(name, num_classes=5), file, NAMES, 5)
+    model = Timm(name=name).build(len(names), (1, 32, 32))
+    head = {
+        "emu": "",
+        "yak": f"; the head of {file} is matched by class name; new: ['yak'], dropped: ['bee', 'cat', 'dog', 'emu']",
+        "w": f"; the head of {file} does not fit these classes: fc.weight, fc.bias start from random weights",
+    }
+    assert (
+        load_start(model, file, names) == f"conv1.0.weight of {file} is adapted from 3 to 1 channels{head[names[-1]]}"
+    )
+
+
+def test_a_counter_of_averages_is_taken_by_a_model_that_has_one(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("n_averaged", torch.tensor(0))
+
+    trained, model = Counting(), Counting()
+    trained.n_averaged += 7  # type: ignore[operator]
+    save_file({f"module.{name}": tensor for name, tensor in trained.state_dict().items()}, tmp_path / "a.safetensors")
+    assert load_start(model, tmp_path / "a.safetensors") == ""
+    assert int(model.n_averaged) == 7  # type: ignore[arg-type]
+
+
+def test_an_rgb_stem_of_another_size_is_of_another_model(tmp_path: Path) -> None:
+    state = timm.create_model("test_resnet", num_classes=5).state_dict()
+    for other in (torch.zeros(8, 3, 3, 3), torch.zeros(16, 4, 3, 3), torch.zeros(16, 3, 5, 5)):
+        save_file({**state, "conv1.0.weight": other}, tmp_path / "a.safetensors")
+        assert other.shape != state["conv1.0.weight"].shape
+        with pytest.raises(InputError, match=r"is of another model: 1 tensors differ, e\.g\. conv1\.0\.weight"):
+            load_start(Timm(name="test_resnet").build(5, (1, 32, 32)), tmp_path / "a.safetensors")
+
+
+def test_the_head_takes_rows_in_the_format_of_the_model(tmp_path: Path) -> None:
+    trained = build(Linear(), 5, seed=1)
+    save(trained, tmp_path / "weights.safetensors", NAMES, 5)
+    model = build(Linear(), 2, seed=2).float()
+    load_start(model, tmp_path / "weights.safetensors", ["emu", "ant"])
+    weight = model.state_dict()["1.weight"]
+    assert weight.dtype is torch.float32
+    assert torch.equal(weight, trained.state_dict()["1.weight"][[4, 0]].float())

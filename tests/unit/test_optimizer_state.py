@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +14,11 @@ from timm.optim import Lookahead, get_optimizer_info, list_optimizers
 from torch import nn
 
 from lockstep.checkpoint.state import optimizer_state, restore_optimizer
+from lockstep.core.world import World
 from lockstep.optim.muon import Muon
 from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm
+from lockstep.strategy.zero import ZeROOptimizer
+from thread_ranks import ThreadRanks
 
 # Prefixes of the optimizers that cannot be built, or cannot step, without a CUDA device.
 CUDA_ONLY = ("bnb", "fused")
@@ -225,3 +229,71 @@ def test_an_optimizer_resumes_whatever_its_step_takes(cls: type[torch.optim.Opti
     whole, first = Trained(Own()).train(5), Trained(Own()).train(2)
     second = Trained(Own()).resumed(first.saved(), first).train(3)
     assert all(map(torch.equal, whole.weights(), second.weights()))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: s.update({"7.weight": s.pop("0.weight")}), "is of other parameters, e.g. 7.weight"),
+        (
+            lambda s: s["0.weight"].pop("exp_avg"),
+            "of 0.weight has step, exp_avg_sq, expected step, exp_avg, exp_avg_sq",
+        ),
+        (lambda s: s["0.bias"].clear(), "of 0.bias has nothing, expected step, exp_avg, exp_avg_sq"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_told_with_the_parameter_and_what_it_lacks(
+    change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    saved = Trained(AdamW()).train(1).saved()
+    change(saved["state"])
+    fresh = Trained(AdamW())
+    with pytest.raises(ValueError, match=f"^the optimizer's state {says}$"):
+        restore_optimizer(fresh.optimizer, fresh.model, saved)
+
+
+def test_a_parameter_without_a_state_starts_at_zero_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = Trained(AdamW()).train(2)
+    saved = whole.saved()
+    del saved["state"]["3.bias"], saved["state"]["0.weight"]
+    resumed = Trained(AdamW()).resumed(saved, whole)
+    assert "has no optimizer state for 2 parameters (0.weight, ...), which start at zero" in capsys.readouterr().out
+    steps = {name: int(entries["step"]) for name, entries in resumed.train(1).saved()["state"].items()}
+    assert steps == {name: 1 if name in ("3.bias", "0.weight") else 3 for name in steps}
+    assert len(steps) == 6
+
+
+@pytest.mark.parametrize("option", [SGD(lr=0.1), AdamW(lr=0.1), Muon(lr=0.1), AdamW(lr=0.1, lookahead=2)], ids=repr)
+def test_each_rank_takes_the_state_of_its_own_parameters(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Trained(option).train(3)
+    saved = whole.saved()
+    runs = [Trained(option), Trained(option)]
+
+    def resumed(world: World) -> list[torch.Tensor]:
+        run = runs[world.rank]
+        run.optimizer = ZeROOptimizer(run.optimizer, world)
+        return run.resumed(copy.deepcopy(saved), whole).train(2).weights()
+
+    # Each rank draws all gradients, as one rank does.
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    ranks = ThreadRanks(2, monkeypatch).run(resumed)
+    for weights in ranks:
+        assert len(weights) == 6
+    expected = whole.train(2).weights()
+    for weights in ranks:
+        assert all(map(torch.equal, weights, expected))
+
+
+def test_a_layer_without_a_gradient_takes_no_part_in_look_ahead() -> None:
+    optimizer = SGD(lr=0.5, momentum=0.0, lookahead=2, lookahead_alpha=0.5).build(model := nn.Linear(1, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.0)
+    seen = []
+    for step in range(1, 5):
+        model.weight.grad = torch.full((1, 1), -2.0)
+        model.bias.grad = torch.full((1,), -2.0) if step > 1 else None
+        optimizer.step()
+        seen.append((model.weight.item(), model.bias.item()))
+    # A step adds 1, and every second one of a parameter goes back half of the way.
+    assert seen == [(1.0, 0.0), (1.0, 1.0), (2.0, 1.0), (2.0, 2.0)]
