@@ -357,3 +357,80 @@ def test_a_library_that_fails_is_told_with_the_remedies_the_size_first() -> None
         built(refuses, (3, 8, 8), name="mine", usual=8, pretrained=False)
     with torch.device("meta"):
         assert built(OfOneSize, (3, 9, 9), name="mine", usual=8, pretrained=False), "a sketch is not tried"
+
+
+@pytest.mark.parametrize(
+    ("option", "least", "usual"), [(BasicNet(), 6, 28), (DigitNet(), 4, 8), (WhiteNet(widths=[8, 8, 8]), 9, 32)]
+)
+def test_a_network_takes_images_of_its_least_side_and_no_smaller_ones(option: Any, least: int, usual: int) -> None:
+    for sides in ((least, least), (least, 2 * least), (2 * least, least)):
+        assert logits(option.build(3, (1, *sides)), 1, *sides).shape == (2, 3)
+    name = type(option).__name__.lower()
+    for height, width in ((least - 1, least), (least, least - 1)):
+        with pytest.raises(InputError) as caught:
+            option.build(3, (1, height, width))
+        assert str(caught.value) == (
+            f"model={name} needs images of {least}x{least} pixels or more, the data set gives {height}x{width}; "
+            f"use dataset.input_size={usual}"
+        )
+
+
+def test_a_width_that_norms_cannot_divide_is_told_with_one_that_they_can() -> None:
+    for width in (9, 12, 31, 33):
+        with pytest.raises(InputError, match=f"^model.width is {width}, expected a multiple of 8: model.width=32$"):
+            DigitNet(width=width)
+    assert [DigitNet(width=width).width for width in (8, 16, 40)] == [8, 16, 40]
+
+
+def test_the_first_network_is_softmax_regression_on_all_pixels() -> None:
+    model = Linear().build(3, (2, 4, 5))
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == [(3, 40), (3,)]
+
+
+def test_a_model_that_is_too_large_is_told_with_its_parameters_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[tuple[str, int, str]] = []
+    monkeypatch.setattr("lockstep.models.nets.check_room", lambda *words: checks.append(words))
+    model = nn.Sequential(nn.Linear(1000, 2, bias=False).double(), nn.BatchNorm1d(2))
+    for copies in (1, 4):
+        check_model_size(model, *([copies] * (copies > 1)))
+    size = 2000 * 8 + 4 * 4, 2 * 2 * 4 + 8
+    assert checks == [
+        (f"{copies} x 2,004 parameters and the buffers", copies * size[0] + size[1], "a smaller model or input")
+        for copies in (1, 4)
+    ]
+
+
+def test_published_weights_are_asked_for_by_their_name_and_only_where_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def create(name: str, **options: Any) -> nn.Module:
+        calls.append((name, options))
+        return nn.Identity()
+
+    monkeypatch.setattr(timm, "create_model", create)
+    monkeypatch.setattr("lockstep.models.zoo.published_weights", lambda name: {"file": f"of {name}"})
+    usual = {"num_classes": 7, "in_chans": 3, "drop_rate": 0.0}
+    for option, more in (
+        (Timm(name="resnet18"), {"pretrained": False}),
+        (Timm(name="resnet18", drop_path_rate=0.25, drop_rate=0.5), {"drop_path_rate": 0.25, "drop_rate": 0.5}),
+        (Timm(name="resnet18.a1_in1k", pretrained=True), {"pretrained_cfg_overlay": {"file": "of resnet18.a1_in1k"}}),
+        (Timm(name="resnet18", options={"block_args": {"a": 1}}), {"block_args": {"a": 1}}),
+    ):
+        option.build(7, (3, 160, 96))
+        name, options = calls.pop()
+        assert name == option.name
+        assert options == {**usual, "pretrained": bool(option.pretrained), **more}
+    assert Timm(name="resnet18", options=(own := {"block_args": {}})).build(7, (3, 8, 8))
+    assert own == {"block_args": {}}
+
+
+def test_a_network_that_fits_its_images_is_tried_once_and_one_of_an_unknown_size_always(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[int, ...]] = []
+    monkeypatch.setattr("lockstep.models.zoo.forward_on_meta", lambda model, shape: tried.append(shape))
+    for usual, shape in ((8, (3, 8, 8)), (None, (3, 8, 8)), (8, (1, 8, 9)), (8, (1, 9, 8))):
+        built(lambda: nn.Linear(2, 2), shape, name="mine", usual=usual, pretrained=False)
+    assert tried == [(3, 8, 8), (1, 8, 9), (1, 9, 8)]

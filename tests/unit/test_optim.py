@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
-from lockstep.optim.optimizers import SGD, Adam, AdamW, OptimizerOption, Timm
+from lockstep.optim.muon import Muon
+from lockstep.optim.optimizers import SGD, Adam, AdamW, OptimizerOption, Timm, UsualRate
+from lockstep.optim.sam import SAM
 from lockstep.training.averages import EMA
 from lockstep.training.train_step import set_learning_rate
 
@@ -274,3 +276,102 @@ def test_a_network_of_which_only_the_head_is_trained_has_one_rate_under_layer_de
     model[0].requires_grad_(False)
     groups = AdamW(layer_decay=0.5).groups(model)
     assert {group["scale"] for group in groups} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("option", "rate", "at_64", "at_1024"),
+    [
+        (SGD, 0.1, 0.025, 0.4),
+        (SAM, 0.1, 0.025, 0.4),
+        (Adam, 1e-3, 1e-3, 4e-3),
+        (AdamW, 1e-3, 1e-3, 4e-3),
+        (Muon, 0.02, 0.02, 0.08),
+        (Timm, 1e-3, 1e-3, 4e-3),
+    ],
+)
+def test_the_usual_rate_grows_with_the_batch_and_is_a_tenth_for_trained_weights(
+    option: Any, rate: float, at_64: float, at_1024: float
+) -> None:
+    assert option().rate == option().usual.lr == rate
+    assert option().says_usual
+    for batch, expected in ((64, at_64), (1024, at_1024)):
+        chosen = [option().at_batch(batch, trained=trained).rate for trained in (False, True)]
+        assert chosen == pytest.approx([expected, expected / 10], rel=1e-12)
+    typed = option(lr=3)
+    assert (typed.rate, typed.at_batch(64, trained=True)) == (3.0, typed)
+
+
+def test_a_rate_of_no_power_is_the_same_for_every_batch() -> None:
+    assert [UsualRate(0.5, 100, 0).at(batch) for batch in (1, 100, 400)] == [0.5] * 3
+    assert UsualRate(0.5, 100, 1).at(50) == 0.25
+
+
+def test_an_optimizer_of_timm_gets_its_momentum_and_its_rate_in_timms_way() -> None:
+    optimizer = Timm(opt="rmsprop", lr=0.25, momentum=0.5).build(network())
+    assert {(group["lr"], group["momentum"]) for group in optimizer.param_groups} == {(0.25, 0.5)}
+    nadam = Timm(opt="nadamw", options={"betas": [0.5, 0.75]}).build(network())
+    assert {tuple(group["betas"]) for group in nadam.param_groups} == {(0.5, 0.75)}
+    assert {(Timm().opt, Timm().momentum, Timm().algorithm)} == {("lamb", 0.9, "lamb")}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sam_without_a_closure_steps_as_sgd_and_leaves_out_what_has_no_gradient(frozen: bool) -> None:
+    ours, theirs = network(), network()
+    one_step(ours, SAM(lr=0.01, rho=0.5).build(ours))
+    one_step(theirs, SGD(lr=0.01).build(theirs))
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    optimizer = SAM(lr=0.01, rho=0.5).build(model := network())
+    images = torch.ones(2, 1, 8, 8)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    seen: list[bool] = []
+
+    @torch.enable_grad()
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(images).square().sum()
+        loss.backward()
+        if frozen:
+            model[0].weight.grad = None  # type: ignore[index]
+        seen.append(torch.equal(model[4].weight, before[4]))  # type: ignore[index]
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss is not None
+    assert seen == [True, False], "the second gradient is that of other weights"
+    moved = [not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
+    assert moved[0] != frozen
+    assert moved[4]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: SGD(head_lr=0.5).build(frozen_head()),
+            r"^optimizer\.head_lr is 0\.5, but no layer that gives the logi",
+        ),
+        (
+            lambda: SGD(momentum=0.0, nesterov=True),
+            r"above 0; use optimizer\.momentum=0\.9 or optimizer\.nesterov=false$",
+        ),
+        (
+            lambda: Timm(opt="lookahead_sgdw"),
+            r"is lookahead_sgdw, .* use optimizer\.opt=sgdw optimizer\.lookahead=6$",
+        ),
+        (lambda: Timm(opt="adahessian"), r"^optimizer\.opt is 'adahessian', which needs second derivatives"),
+        (lambda: Adam(betas=[0.5]), r"^optimizer\.betas is \[0\.5\], expected two numbers"),
+        (
+            lambda: Adam(lookahead_alpha=0.25),
+            r"so there are no slow weights; add optimizer\.lookahead=6, or remove it$",
+        ),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told_with_its_remedy(make: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        make()
+
+
+def frozen_head() -> nn.Module:
+    model: Any = network()
+    model[4].requires_grad_(False)
+    return model
