@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.optim import SGD
-from lockstep.precision import BF16, FP32
+from lockstep.precision import BF16, FP32, FP64
 from lockstep.strategy import Pipeline, Single, pipeline
 from lockstep.strategy.cutting import MOST_PLACES, cut
 from lockstep.strategy.pipeline import become_stage
@@ -429,13 +429,14 @@ def test_a_stage_gets_its_images_in_the_order_in_memory_that_one_rank_has(
 
 
 def test_stages_compute_in_the_format_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, images = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)), torch.randn(2, 4).bfloat16()
+    whole = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+    images = torch.randn(2, 3, 8, 8).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         expected = whole(images)
 
     def passed(world: World) -> tuple[Any, Tensor]:
         model = copy.deepcopy(whole)
-        Pipeline(cuts=["1"]).shard(model, world, BF16(), torch.zeros(2, 4))
+        Pipeline(cuts=["1"]).shard(model, world, BF16(), torch.zeros(2, 3, 8, 8))
         with torch.autocast("cpu", torch.bfloat16):
             return model.forward.stages.formats, model(images)
 
@@ -557,3 +558,11 @@ def test_one_rank_is_a_whole_model_under_any_cuts(monkeypatch: pytest.MonkeyPatc
     model = Network("constant")  # which several ranks refuse
     Pipeline(cuts=[]).shard(model, world(0, 1), FP32(), IMAGES)
     assert "forward" not in vars(model)
+
+
+def test_stages_are_cut_on_images_in_the_format_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formats(world: World) -> Any:
+        Pipeline(cuts=["second"]).shard(model := Network("plain").double(), world, FP64(), IMAGES.float())
+        return model.forward.stages.formats
+
+    assert ThreadRanks(2, monkeypatch).run(formats) == [(torch.float64,)] * 2
