@@ -1291,3 +1291,54 @@ def test_a_path_without_weights_is_told_with_a_similar_one(run: RunDir, tmp_path
         with pytest.raises(InputError) as caught:
             weights_file(path, "mine")
         assert str(caught.value) == f"mine: there are no weights at {path}, {end}"
+
+
+def test_facts_that_are_changed_by_hand_are_not_the_facts(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    content = (path / "facts.json").read_text()
+    (path / "facts.json").write_text(content.replace('"batch": 64', '"batch": 65'))
+    assert content != (path / "facts.json").read_text()
+    for read in (reading.undamaged_facts, lambda path: check_fingerprint(IDENTITY, path)):
+        with pytest.raises(InputError) as caught:
+            read(path)
+        says = f"resume: checkpoint {path} is damaged (facts.json does not match its sha256); name another one"
+        assert str(caught.value) == says
+    (path / "facts.json").write_text(content)
+    assert reading.undamaged_facts(path) == json.loads(content)
+
+
+def test_what_a_link_leads_to_stays_where_the_link_is_removed(tmp_path: Path) -> None:
+    for name in ("folder", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (link := tmp_path / "link").symlink_to(tmp_path / "folder")
+    (broken := tmp_path / "broken").symlink_to(tmp_path / "gone")
+    for path in (link, broken, tmp_path / "other", tmp_path / "folder" / "file"):
+        files.delete(path)
+        assert not os.path.lexists(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_checkpoint_has_no_name_of_one_from_the_first_moment_of_its_removal(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = saved(run, 1, 2)
+    names: list[str] = []
+    monkeypatch.setattr(files, "delete", lambda path: names.append(path.name))
+    files.remove(first)
+    assert candidates(run.checkpoints) == [second]
+    torn = run.checkpoints / ".step-00000003.tmp"
+    torn.mkdir()
+    files.remove(torn)
+    assert names == [".step-00000001.old.tmp", ".step-00000003.tmp"]
+    assert {path.name for path in run.checkpoints.glob(".*")} == {*names}
+
+
+def test_what_a_killed_writer_has_left_of_any_kind_is_removed_by_the_next_one(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (run.checkpoints / ".step-00000009.tmp").write_text("a file")
+    (run.checkpoints / ".step-00000008.old.tmp").symlink_to(tmp_path / "mine")
+    (run.checkpoints / "notes.tmp").touch()
+    (path,) = saved(run, 1)
+    assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best", "notes.tmp"}
+    assert (tmp_path / "mine").is_dir()

@@ -73,3 +73,20 @@ def test_only_the_first_step_is_torchs(name: str, monkeypatch: pytest.MonkeyPatc
     optimizer.step()
     assert not torch.equal(parameter, before)
     assert {kind for kind, _ in OPTIMIZERS.values()} == set(KERNELS), "every kernel is compared"
+
+
+@pytest.mark.parametrize("original", [Adam, AdamW, SGD])
+def test_every_step_of_parameters_that_are_cut_over_ranks_is_torchs(
+    original: type[Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    parameters[1].full_tensor = lambda: None  # type: ignore[attr-defined]  # as a tensor has that is cut
+    optimizer = fused(original)(parameters, lr=0.1, fused=True)
+    steps: list[Optimizer] = []
+    step = original.step
+    monkeypatch.setattr(original, "step", lambda self: (steps.append(self), step(self)))
+    for number in (1, 2, 3):
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        optimizer.step()
+        assert steps == [optimizer] * number

@@ -375,3 +375,14 @@ def frozen_head() -> nn.Module:
     model: Any = network()
     model[4].requires_grad_(False)
     return model
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_fused_kernel_of_sgd_is_for_whole_parameters(cut: bool) -> None:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        if cut:
+            parameter.full_tensor = lambda: None  # type: ignore[attr-defined]  # as a tensor has that is cut
+    defaults = SGD(lr=0.25, momentum=0.5, nesterov=True, lookahead=2).build(model).defaults
+    assert (defaults["foreach"], defaults["fused"]) == ((True, None) if cut else (None, True))
+    assert (defaults["lr"], defaults["momentum"], defaults["nesterov"]) == (0.25, 0.5, True)

@@ -297,3 +297,38 @@ def test_a_layer_without_a_gradient_takes_no_part_in_look_ahead() -> None:
         seen.append((model.weight.item(), model.bias.item()))
     # A step adds 1, and every second one of a parameter goes back half of the way.
     assert seen == [(1.0, 0.0), (1.0, 1.0), (2.0, 1.0), (2.0, 2.0)]
+
+
+class ClosureOnly(SGD):
+    """An optimizer that cannot step without a closure."""
+
+    def make(self, groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([weight for group in groups for weight in group["params"]], lr=0.1, max_iter=2)
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.make(self.groups(model))
+
+
+def test_an_optimizer_that_cannot_step_without_a_closure_goes_on_with_its_history() -> None:
+    images, labels = torch.randn(2, 3, 6, 6, dtype=torch.float64), torch.tensor([0, 3])
+
+    def train(run: Trained, steps: int) -> Trained:
+        run.model.eval()
+
+        def closure() -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(run.model(images), labels)
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            run.optimizer.step(closure)
+        return run
+
+    whole, first = train(Trained(ClosureOnly()), 5), train(Trained(ClosureOnly()), 2)
+    saved = first.saved()
+    assert [*saved["state"]] == ["0.weight"], "it keeps all with its first parameter"
+    resumed = train(Trained(ClosureOnly()).resumed(saved, first), 3)
+    assert all(map(torch.equal, resumed.weights(), whole.weights()))
+    fresh = train(Trained(ClosureOnly()).resumed({**saved, "state": {}}, first), 3)
+    assert not all(map(torch.equal, fresh.weights(), whole.weights())), "the history counts"

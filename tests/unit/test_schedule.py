@@ -149,6 +149,10 @@ def test_a_chain_takes_every_step_of_a_run_of_a_few_steps(steps: int) -> None:
         (["linear:9%:finl:1", "cosine"], "'linear:9%:finl:1': linear.finl is not a key .* Did you mean 'final'"),
         (["linear:9%:final:-1", "cosine"], "linear.final is -1.0, expected a number from 0"),
         (["constant:90%", "linear:20%", "cosine"], "has 110 steps before 'cosine', but the run has 100; shorten"),
+        (
+            ["constant:12345", "linear:20%", "step"],
+            "has 12,365 steps before 'step', but the run has 100; shorten the",
+        ),
     ],
 )
 def test_parts_that_make_no_run_are_refused(parts: list[str], says: str) -> None:

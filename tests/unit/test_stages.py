@@ -566,3 +566,18 @@ def test_stages_are_cut_on_images_in_the_format_of_the_precision(monkeypatch: py
         return model.forward.stages.formats
 
     assert ThreadRanks(2, monkeypatch).run(formats) == [(torch.float64,)] * 2
+
+
+def test_a_constant_belongs_to_every_stage() -> None:
+    assert cut(Network("constant"), IMAGES, 3, ["second", "third"]).entries == ("second", "third")
+
+
+def test_ranks_with_a_whole_model_send_each_other_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_reduce", "all_gather", "send", "recv"):
+        monkeypatch.setattr(pipeline.dist, name, lambda *_: pytest.fail("it is whole"))
+    model = nn.Linear(2, 2)
+    model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    assert Pipeline().gradient_norm([*model.parameters()]).item() == pytest.approx(52**0.5)
+    tensors = [*model.parameters()]
+    for keep in (False, True):
+        assert [*Pipeline().whole_tensors(tensors, keep=keep)] == tensors

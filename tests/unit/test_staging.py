@@ -59,3 +59,27 @@ def test_main_saves_the_tensors_of_every_stage(monkeypatch: pytest.MonkeyPatch) 
     main, other = ThreadRanks(2, monkeypatch).run(saved)
     assert [tensor.tolist() for tensor in main] == [tensor.tolist() for tensor in numbers]
     assert [tensor.is_meta for tensor in other] == [True, False, True, False, True]
+
+
+def test_main_gets_the_tensors_of_three_stages_in_their_formats_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second tensor is on two ranks; the last rank has the most."""
+    homes = [(0,), (1, 2), (2,), (2,), (1,), (2,)]
+    dtypes = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float32, torch.bool]
+    numbers = [torch.arange(n + 1).to(dtype) for n, dtype in enumerate(dtypes)]
+
+    def saved(world: World) -> list[Tensor]:
+        # Of the copies of one tensor, that of the first rank that has it is taken.
+        own = [
+            (tensor + (world.rank == 2 and n == 1)).to("cpu" if world.rank in ranks else "meta")
+            for n, (tensor, ranks) in enumerate(zip(numbers, homes, strict=True))
+        ]
+        own[5] = numbers[5].to(own[5].device)
+        return [*Pipeline().whole_tensors(own, keep=world.is_main)]
+
+    main, *elsewhere = ThreadRanks(3, monkeypatch).run(saved)
+    for tensor, expected in zip(main, numbers, strict=True):
+        assert (tensor.dtype, tensor.device.type) == (expected.dtype, "cpu")
+        assert torch.equal(tensor, expected)
+    assert [[tensor.is_meta for tensor in tensors] for tensors in elsewhere] == [
+        [1 + rank not in ranks for ranks in homes] for rank in range(2)
+    ]

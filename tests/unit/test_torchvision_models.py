@@ -175,3 +175,35 @@ def test_weights_are_fetched_once_with_their_hash_and_without_code(
     (folder / url.rpartition("/")[2]).touch()
     option.prepare()
     assert (len(fetched), option.missing_weights()) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("resnet5", r"^model\.name is 'resnet5', which torchvision does not have\. Did you mean 'resnet50'"),
+        ("resnt18.IMAGENET1K_V1", r"^model\.name is 'resnt18\.IMAGENET1K_V1', which .*\. Did you mean 'resnet18'"),
+        ("zzzz", r"^model\.name is 'zzzz', which torchvision does not have\.$"),
+        (
+            "resnet18.IMAGENET1K_V9",
+            r"^model\.name is 'resnet18\.IMAGENET1K_V9', but torchvision has no such weights, expected one of "
+            r"torchvision\.resnet18\.IMAGENET1K_V1$",
+        ),
+        ("resnet18.", r"^model\.name is 'resnet18\.', but torchvision has no such weights"),
+    ],
+)
+def test_a_name_that_torchvision_does_not_have_is_told_with_those_that_it_has(name: str, says: str) -> None:
+    for refuse in (Torchvision(name=name).check, lambda: Torchvision(name=name).build(2, (3, 224, 224))):
+        with pytest.raises(InputError, match=says):
+            refuse()
+    for known in ("resnet18", "resnet18.IMAGENET1K_V1", "resnet50.IMAGENET1K_V2"):
+        Torchvision(name=known).check()
+
+
+def test_other_images_than_those_of_the_weights_are_refused_with_the_size_of_these() -> None:
+    for name, usual in (("vit_b_16", 224), ("vit_h_14.IMAGENET1K_SWAG_E2E_V1", 518)):
+        option = Torchvision(name=name)
+        with (
+            pytest.raises(InputError, match=rf"^model=torchvision\.{name} cannot be .* dataset\.input_size={usual},"),
+            torch.device("meta"),
+        ):
+            option.build(2, (3, 225, 225))
