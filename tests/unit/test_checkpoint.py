@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import re
 import shutil
 import threading
@@ -1342,3 +1343,63 @@ def test_what_a_killed_writer_has_left_of_any_kind_is_removed_by_the_next_one(ru
     (path,) = saved(run, 1)
     assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best", "notes.tmp"}
     assert (tmp_path / "mine").is_dir()
+
+
+BROKEN_STATES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no optimizer": lambda state: state.pop("optimizer"),
+    "a number": lambda state: state.update(optimizer=3),
+    "no entries": lambda state: state["optimizer"].update(state=3),
+    "another shape": lambda state: state["optimizer"]["state"]["0.weight"].update(exp_avg=torch.zeros(7)),
+    "another kind of optimizer": lambda state: state["optimizer"]["state"]["0.weight"].pop("exp_avg"),
+    "no scale": lambda state: state["scaler"].pop("scale"),
+    "no scaler": lambda state: state.pop("scaler"),
+    "no count": lambda state: state.update(ema_updates=None),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_STATES)
+def test_a_state_in_which_something_is_wrong_does_not_fit(run: RunDir, tmp_path: Path, broken: str) -> None:
+    trained = parts()
+    trained.train(1)
+    target = writer(run)
+    save(target, 1, trained)
+    target.close()
+    path = run.checkpoints / "step-00000001"
+    state = files.read_state(path)
+    restore(path, parts(1))
+    BROKEN_STATES[broken](state)
+    torch.save(state, tmp_path / "state.pt")
+    replace_file(path, "state.pt", (tmp_path / "state.pt").read_bytes())
+    says = rf"(?s)^resume: {re.escape(str(path))} does not fit this model \(.*\); .* with init_from=PATH$"
+    with pytest.raises(InputError, match=says):
+        restore(path, parts(1))
+
+
+def test_the_facts_of_the_same_run_are_returned_with_what_the_expected_ones_do_not_have(run: RunDir) -> None:
+    (path,) = saved(run, 3, fingerprint={**IDENTITY, "newer": 1})
+    facts = check_fingerprint(IDENTITY, path)
+    assert (facts["identity"], facts["progress"]["step"]) == ({**IDENTITY, "newer": 1}, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("odd\nand long"), "state.pt cannot be loaded (odd)"),
+        (OSError(5, "odd"), "state.pt cannot be loaded ([Errno 5] odd)"),
+        (pickle.UnpicklingError("run it anyway"), "state.pt contains more than tensors and plain values"),
+        (RuntimeError("set weights_only=False"), "state.pt contains more than tensors and plain values"),
+    ],
+)
+def test_a_state_that_torch_cannot_load_is_told_in_one_line_without_its_advice(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    def load(*arguments: Any, **options: Any) -> Any:
+        calls.append((arguments, options))
+        raise error
+
+    calls: list[Any] = []
+    (path,) = saved(run, 1)
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match=f"^{re.escape(reason)}$"):
+        files.read_state(path)
+    assert calls == [((path / "state.pt",), {"map_location": "cpu", "weights_only": True, "mmap": True})]

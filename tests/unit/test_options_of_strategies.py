@@ -545,3 +545,28 @@ def test_fsdp_keeps_the_state_of_a_gpu_in_pinned_memory_of_the_host_where_somebo
     policy = options["offload_policy"]
     assert isinstance(policy, CPUOffloadPolicy) == (offload and device == "cuda")
     assert getattr(policy, "pin_memory", True) is True
+
+
+def test_accelerate_needs_its_package_and_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    prepared = SimpleNamespace(
+        prepare_optimizer=lambda optimizer, **_: optimizer, prepare_model=lambda model, **_: model
+    )
+    monkeypatch.setattr(ddp, "accelerator", lambda device, **_: devices.append(device) or prepared)
+    monkeypatch.setattr(ddp, "rehearse", lambda *_, **__: None)
+    place = replace(world(2), device=torch.device("cuda", 1))
+    Accelerate().build_optimizer(SGD(), nn.Linear(2, 2), place)
+    Accelerate().replicate(nn.Linear(2, 2), plan(), (torch.ones(2, 3, device="meta"),))
+    assert devices == [torch.device("cuda", 1), torch.device("meta")]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match=r"^strategy=accelerate needs the package accelerate, .*lockstep\[accelerate\]"
+    ):
+        Accelerate().check(2, "cpu")
+
+
+def test_a_lone_rank_with_a_process_group_rounds_its_gradients_too() -> None:
+    model, alone = nn.Linear(2, 2), world(1)
+    for place, number in ((alone, 0), (replace(alone, control=object()), 1), (world(2), 1)):
+        assert len(DDP(comm_hook="fp16").notes(model, place, plan())) == number
+        assert DDP().notes(model, place, plan()) == []

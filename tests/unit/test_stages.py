@@ -581,3 +581,15 @@ def test_ranks_with_a_whole_model_send_each_other_nothing(monkeypatch: pytest.Mo
     tensors = [*model.parameters()]
     for keep in (False, True):
         assert [*Pipeline().whole_tensors(tensors, keep=keep)] == tensors
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ValueError, TypeError, KeyError])
+def test_whatever_torch_raises_for_shapes_without_numbers_is_one_sentence(error: type[Exception]) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error("odd\nand long")
+
+    is_ours = error is not KeyError
+    says = r"^strategy=pipeline computes the shapes .* depend on numbers \(odd\); use strategy=fsdp$"
+    with pytest.raises(InputError if is_ours else KeyError, match=says if is_ours else "odd"):
+        Pipeline().shard(Odd(), world(1, 2), FP32(), IMAGES)

@@ -94,3 +94,17 @@ def test_it_starts_as_the_identity_with_small_logits_and_norms_that_follow_the_l
 def test_images_that_cannot_be_halved_three_times_are_refused(sides: tuple[int, int]) -> None:
     with pytest.raises(InputError, match=rf"the data set gives {sides[0]}x{sides[1]}; use dataset\.input_size=32"):
         WhiteNet().build(10, (1, *sides))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (40, 24)])
+def test_a_convolution_begins_as_the_identity_on_as_many_channels_as_there_are(inputs: int, outputs: int) -> None:
+    model = WhiteNet(widths=[inputs, outputs, 8]).build(3, (3, 16, 16))
+    convolution = next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d) and module.in_channels == inputs and module.out_channels == outputs
+    )
+    features = torch.randn(2, inputs, 6, 6)
+    passed, both = convolution(features), min(inputs, outputs)
+    torch.testing.assert_close(passed[:, :both], features[:, :both])
+    assert all(channel.std() > 0.01 for channel in passed[:, both:].unbind(1)), "others begin with random weights"
