@@ -4,6 +4,7 @@ import inspect
 import itertools
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -434,3 +435,66 @@ def test_a_network_that_fits_its_images_is_tried_once_and_one_of_an_unknown_size
     for usual, shape in ((8, (3, 8, 8)), (None, (3, 8, 8)), (8, (1, 8, 9)), (8, (1, 9, 8))):
         built(lambda: nn.Linear(2, 2), shape, name="mine", usual=usual, pretrained=False)
     assert tried == [(3, 8, 8), (1, 8, 9), (1, 9, 8)]
+
+
+FACTS: dict[str, Any] = {"fixed_input_size": False, "input_size": (3, 40, 56), "hf_hub_id": None, "url": ""}
+FACTS |= {"crop_pct": 0.5, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bicubic"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "img_size", "usual"),
+    [
+        ({}, {}, None, 56),
+        ({"fixed_input_size": True}, {}, (32, 48), 56),
+        ({"fixed_input_size": True}, {"img_size": 24}, 24, 56),
+        ({"input_size": (3, 60, 20)}, {}, None, 60),
+        ({"input_size": None}, {}, None, None),
+        (None, {}, None, None),
+    ],
+)
+def test_a_network_of_a_fixed_size_is_built_for_the_images_and_names_its_usual_longer_side(
+    changed: dict[str, Any] | None,
+    options: dict[str, Any],
+    img_size: Any,
+    usual: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(name: str, **named: Any) -> nn.Module:
+        sizes.append(named.get("img_size"))
+        raise ValueError("odd")
+
+    sizes: list[Any] = []
+    cfg = None if changed is None else SimpleNamespace(**{**FACTS, **changed})
+    monkeypatch.setattr(timm, "get_pretrained_cfg", lambda name: cfg)
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(InputError) as caught:
+        Timm(name="vit_tiny_patch16_224", options=options).build(3, (3, 32, 48))
+    assert sizes == [img_size]
+    remedy = f"; use dataset.input_size={usual}, the size that it was made for" if usual else ""
+    assert str(caught.value).endswith(f"cannot be built for images of 3x32x48 (ValueError: odd){remedy}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "crop", "interpolation"),
+    [
+        ({"url": "https://h/a"}, 0.5, "bicubic"),
+        ({"hf_hub_id": "mine/net"}, 0.5, "bicubic"),
+        ({"url": "x", "crop_pct": None}, 1.0, "bicubic"),
+        ({"url": "x", "crop_pct": 1.15}, 1.0, "bicubic"),
+        ({"url": "x", "interpolation": "random"}, 0.5, "bilinear"),
+        ({}, None, ""),
+        (None, None, ""),
+    ],
+)
+def test_the_images_of_published_weights_are_those_that_timm_knows_of(
+    changed: dict[str, Any] | None, crop: float | None, interpolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = None if changed is None else SimpleNamespace(**{**FACTS, **changed})
+    monkeypatch.setattr(timm, "get_pretrained_cfg", lambda name: cfg)
+    trained = Timm(name="resnet18").trained_input()
+    if crop is None:
+        assert trained is None
+    else:
+        assert trained is not None
+        assert (trained.eval_crop, trained.interpolation) == (crop, interpolation)
+        assert (trained.input_shape, trained.mean, trained.std) == ((3, 40, 56), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))

@@ -1,6 +1,7 @@
 """torchvision's classifiers by name: its networks, its weights, and what does not fit."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,16 @@ def test_other_images_than_those_of_the_weights_are_refused_with_the_size_of_the
             torch.device("meta"),
         ):
             option.build(2, (3, 225, 225))
+
+
+@pytest.mark.parametrize(("interpolation", "ours"), [("bicubic", "bicubic"), ("nearest-exact", "bilinear")])
+def test_images_are_resized_in_a_way_that_there_is(
+    interpolation: str, ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = SimpleNamespace(crop_size=[24], resize_size=[32], mean=[0.1] * 3, std=[0.2] * 3)
+    usual.interpolation = SimpleNamespace(value=interpolation)
+    weights = SimpleNamespace(transforms=lambda: usual)
+    monkeypatch.setattr(Torchvision, "_weights", weights)
+    trained = Torchvision(name="resnet18").trained_input()
+    assert (trained.input_shape, trained.eval_crop, trained.interpolation) == ((3, 24, 24), 0.75, ours)
+    assert (trained.mean, trained.std) == ((0.1,) * 3, (0.2,) * 3)
