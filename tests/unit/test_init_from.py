@@ -363,7 +363,8 @@ def test_a_stem_and_a_head_that_are_not_taken_as_they_are_are_both_told(tmp_path
     )
 
 
-def test_a_counter_of_averages_is_taken_by_a_model_that_has_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_counter_of_averages_is_taken_by_a_model_that_has_one(tmp_path: Path, prefix: str) -> None:
     class Counting(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -371,7 +372,8 @@ def test_a_counter_of_averages_is_taken_by_a_model_that_has_one(tmp_path: Path) 
 
     trained, model = Counting(), Counting()
     trained.n_averaged += 7  # type: ignore[operator]
-    save_file({f"module.{name}": tensor for name, tensor in trained.state_dict().items()}, tmp_path / "a.safetensors")
+    state = {f"{prefix}{name}": tensor for name, tensor in trained.state_dict().items()}
+    save_file(state, tmp_path / "a.safetensors")
     assert load_start(model, tmp_path / "a.safetensors") == ""
     assert int(model.n_averaged) == 7  # type: ignore[arg-type]
 
