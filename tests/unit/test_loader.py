@@ -1,6 +1,7 @@
 """How images reach the device: both loaders yield the same shards, and leave no thread behind."""
 
 import itertools
+import os
 import re
 import shutil
 import threading
@@ -22,6 +23,7 @@ from helpers import preprocessing
 from lockstep.core.data_protocols import Crop, LoaderContext, Shard, Source
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, share
+from lockstep.core.rng import permutation
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
@@ -370,7 +372,7 @@ def test_auto_workers_keep_up_with_the_model_and_say_both_rates(folder: Folder) 
 
 
 @pytest.mark.parametrize("model", [None, 1e9])
-@pytest.mark.parametrize(("reader", "workers"), [(20_000.0, cores()), (30_000.0, 1)])
+@pytest.mark.parametrize(("reader", "workers"), [(20_000.0, cores()), (25_000.0, 1), (30_000.0, 1)])
 def test_light_images_get_one_worker_where_others_get_a_core_each(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, model: float | None, reader: float, workers: int
 ) -> None:
@@ -571,3 +573,195 @@ def test_the_rate_of_a_worker_is_that_of_a_few_images_without_the_first(
     assert every == expected[: len(every)]
     assert {len(chunk) for chunk in timed_chunks[:-1]} <= {16}
     assert len(every) == min(len(expected), most)
+
+
+@pytest.mark.parametrize(("shard", "steps"), [(0, 2**20), (1, 341), (100, 3), (341, 1), (342, 1)])
+def test_on_a_cpu_as_many_steps_are_read_together_as_have_a_million_values(shard: int, steps: int) -> None:
+    assert Resident().stride(shard, 3 * 32 * 32, world()) == steps
+
+
+def test_each_of_many_ranks_on_few_cores_has_a_thread_and_images_in_memory_need_none(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, crowded = list[int](), world(0, 8)
+
+    def decode(split: Any, world: World, *, threads: int) -> Any:
+        started.append(threads)
+        return split.fetch([0]), {}
+
+    monkeypatch.setattr("lockstep.data.loading.loaders.cores", lambda: 2)
+    monkeypatch.setattr("lockstep.data.loading.reading.reading_rate", lambda split: 100.0)
+    monkeypatch.setattr("lockstep.data.loading.reading.decode_all", decode)
+    Resident().feed(folder.train(), crowded)
+    assert Streaming().choose(task(folder, crowded))[0] == Streaming(workers=1)
+    monkeypatch.setattr(Streaming, "feed", lambda loader, split, world: started.append(loader.workers))
+    for source_or_digits in (folder, Digits()):
+        read_once(source_or_digits.eval(), crowded)
+    assert started == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("device", "workers"), [("cpu", 1), ("cuda", 2)])
+def test_reading_takes_the_cores_of_the_training_on_a_cpu_alone(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, device: str, workers: int
+) -> None:
+    monkeypatch.setattr("lockstep.data.loading.loaders.cores", lambda: 4)
+    monkeypatch.setattr("lockstep.data.loading.reading.reading_rate", lambda split: 1000.0)
+    chosen, _ = Streaming().choose(task(folder, World.solo(device), training_rate=lambda: 1000.0))
+    # A quarter more than 1,000 images per second, or than the 800 that are left where both share four cores.
+    assert chosen == Streaming(workers=workers)
+
+
+def test_a_step_waits_for_the_copy_of_its_images_whose_memory_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+
+    def pinned(image: torch.Tensor) -> torch.Tensor:
+        events.append("pinned")
+        return image
+
+    copying = SimpleNamespace(record_event=lambda: "the copy")
+    stepping = SimpleNamespace(wait_event=lambda event: events.append(f"the step waits for {event}"), name="the step")
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    fakes = {"Stream": lambda device: copying, "current_stream": lambda device: stepping, "stream": nullcontext}
+    for name, fake in {**fakes, "Event": lambda blocking: event}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(torch.Tensor, "to", lambda image, device, non_blocking: image)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda image, stream: events.append(f"kept for {stream.name}"))
+    read = Streaming(workers=0).feed(Digits().train(), World.solo("cuda:6"))
+    assert len(list(read([(0, torch.arange(4))]))) == 1
+    assert events == ["pinned", "the step waits for the copy", "kept for the step"]
+
+
+def test_images_that_just_fit_become_resident_and_a_given_loader_says_so(folder: Folder) -> None:
+    kind, reason = Auto(resident_gb=0.5).choose(task(Digits()))
+    assert (kind, reason) == (Resident(), "500 MB fit in 500 MB")
+    for own in ({"workers": 3}, {"workers": 3, "prefetch": 5}):
+        reason = Auto(**own).choose(task(folder))[1]
+        assert reason == "loader.workers or loader.prefetch is given; as configured"
+
+
+def test_what_is_read_ahead_is_dropped_when_nobody_wants_it() -> None:
+    released, started = threading.Event(), list[int]()
+
+    def read(number: int) -> int:
+        started.append(number)
+        return number if not number else int(released.wait(5))
+
+    reads = map_in_order(read, range(9), workers=1, prefetch=3)
+    assert next(reads) == 0
+    reads.close()  # type: ignore[attr-defined]
+    released.set()
+    assert readers_end()
+    assert max(started) <= 1
+
+
+class Numbered:
+    """A split of images of one pixel, the number of the example; keeps which were read."""
+
+    skip, labels = 0, torch.zeros(300)
+
+    def __init__(self) -> None:
+        self.read = list[int]()
+
+    def __len__(self) -> int:
+        return 300
+
+    def fetch(self, indices: list[int], epoch: int = 0) -> torch.Tensor:
+        self.read += indices
+        return (torch.tensor(indices, dtype=torch.int64) % 256).to(torch.uint8).view(-1, 1, 1, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory on Linux")
+def test_the_ranks_of_every_machine_share_its_memory_and_leave_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded(here: World) -> tuple[list[int], bool]:
+        own: Any = Numbered()
+        peers = {rank: 0 for rank in range(4) if rank // 2 == here.rank // 2 and rank != here.rank}
+        images, _ = decode_all(own, replace(here, control=object(), local_peer_pids=peers), threads=1)
+        here.barrier()
+        return own.read, torch.equal(images, Numbered().fetch([*range(300)]))
+
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    shares = [([*range(150)], True), ([*range(150, 300)], True)]
+    assert ThreadRanks(4, monkeypatch).run(decoded) == shares * 2
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize(("seconds", "workers"), [(30e-6, 1), (50e-6, 5)])
+def test_images_are_decoded_by_several_threads_where_that_takes_longer_than_python(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, workers: int
+) -> None:
+    clock, chosen = [0.0], list[int]()
+
+    class Timed(Numbered):
+        def fetch(self, indices: list[int], epoch: int = 0) -> torch.Tensor:
+            clock[0] += seconds * len(indices) if self.read else 100  # the first chunk imports the decoders
+            return super().fetch(indices)
+
+    def mapped(function: Any, items: Any, *, workers: int, prefetch: int) -> Any:
+        chosen.append(workers)
+        return map(function, items)
+
+    monkeypatch.setattr("lockstep.data.loading.reading.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("lockstep.data.loading.reading.map_in_order", mapped)
+    timed: Any = Timed()
+    images, _ = decode_all(timed, World.solo(), threads=5)
+    assert chosen == [workers]
+    assert (timed.read, len(images)) == ([*range(300)], 300)
+
+
+def test_more_broken_images_than_allowed_on_all_ranks_together_end_the_run(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def skipped(here: World) -> None:
+        own = replace(loader(folder, Resident(), here), skip=3)
+        own.broken_seen.update({(False, 3), (False, 7 + here.rank)})
+        says = r"^dataset.skip is 3, but 4 images cannot be decoded; .* skip more of them with dataset.skip=6$"
+        with pytest.raises(InputError, match=says):
+            own.count_skipped()
+
+    ThreadRanks(3, monkeypatch).run(skipped)
+
+
+def test_the_order_of_the_examples_is_computed_where_the_loader_says() -> None:
+    devices = list[str]()
+
+    def feed(requests: Any) -> Iterator[Any]:
+        devices.append(next(requests)[1].device.type)
+        yield from ()
+
+    whole = loader(Digits(), Resident())
+    for device in (None, torch.device("cpu"), torch.device("meta")):
+        assert list(replace(whole, train_feeds={0: feed}, order_device=device).train(after=0)) == []
+    assert devices == ["cpu", "cpu", "meta"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_knows_the_blocks_of_the_first_one_and_the_first_image(folder: Folder, rank: int) -> None:
+    own = loader(folder, Streaming(workers=0), world(rank, 2))
+    assert (own.eval_rounds, len([*own.eval()])) == (2, 2 - rank)
+    assert torch.equal(own.eval_image(), folder.eval().fetch([0]))
+
+
+@pytest.mark.parametrize(("epoch", "last"), [(0, 4), (1, 8), (2, 9)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_has_its_blocks_of_an_epoch_and_the_first_ones_again(epoch: int, last: int, ranks: int) -> None:
+    split, order = Digits().train(), permutation(0, epoch, PLAN.examples)
+    turns = {1: [[0, 1, 2, 3]], 2: [[0, 2], [1, 3]], 3: [[0, 3], [1, 0], [2, 1]]}[ranks]
+    for rank, own in enumerate(turns):
+        groups = [*loader(Digits(), Resident(), world(rank, ranks)).blocks_of_epoch(epoch, 4)]
+        for group, turn in zip(groups, own, strict=True):
+            block = order[4 * turn : 4 * turn + 4]
+            assert torch.equal(group.indices, block)
+            assert torch.equal(group.known_labels, split.labels[block])
+            assert torch.equal(group.images, split.fetch(block.tolist()))
+            (shard,) = group.shards(group.images)
+            assert (shard.step, shard.epoch, shard.count, shard.number, shard.pieces) == (last, epoch, 4, 0, 1)
+
+
+def test_broken_images_of_the_blocks_of_an_epoch_are_skipped_too(damaged: Folder) -> None:
+    plan = replace(PLAN, examples=2, batch=2)
+    own = replace(loader(replace(damaged, skip=1), Streaming(workers=0)), plan=plan)
+    labels = torch.cat([group.known_labels for group in own.blocks_of_epoch(0, 1)])
+    assert sorted(labels.tolist()) == [IGNORE_INDEX, 0]
+    with pytest.raises(InputError, match=r"cannot be decoded"):
+        list(replace(loader(damaged, Streaming(workers=0)), plan=plan).blocks_of_epoch(0, 1))

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from helpers import NARROW, losses, resolved, train_here
 from lockstep.core.plan import Plan, share
 from lockstep.core.rng import permutation
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import ShardIndices, balanced_order, eval_blocks, repeated_order, shard_indices
+from lockstep.data.loading.sampler import (
+    ShardIndices,
+    balanced_order,
+    batch_groups,
+    eval_blocks,
+    repeated_order,
+    shard_indices,
+)
 from lockstep.training.build_data import build_data, build_loader
 
 
@@ -237,3 +245,29 @@ def test_a_sampling_repeats_the_examples_of_its_subset_alone(tmp_path: Path, sam
         if sampling == "sampling=balanced":
             counts = data.train.labels[shown].bincount().tolist()
             assert sorted(counts) == sorted(n // 3 + (turn < n % 3) for turn in range(3))
+
+
+@pytest.mark.parametrize(("steps", "sizes"), [(1, [1] * 11), (3, [1, 3, 3, 3, 1]), (9, [1, 6, 4])])
+def test_steps_of_one_epoch_are_read_together_and_the_first_one_alone(steps: int, sizes: list[int]) -> None:
+    shards = [ShardIndices(step + 1, step // 7, torch.tensor([step]), 1) for step in range(11)]
+    groups = [*batch_groups(iter(shards), steps)]
+    assert [len(group) for group in groups] == sizes
+    assert [shard for group in groups for shard in group] == shards
+    assert all(len({shard.epoch for shard in group}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("order_of", [None, lambda epoch: torch.arange(20)])
+def test_the_indices_of_a_shard_are_on_the_device_that_is_asked_for(order_of: Any) -> None:
+    plan = Plan(examples=20, batch=5, total_steps=6, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+    place = {"rank": 0, "ranks": 1, "after": 0, "order_of": order_of}
+    for device in ("cpu", "meta"):
+        shards = [*shard_indices(plan, 0, device=torch.device(device), **place)]
+        assert [shard.indices.device.type for shard in shards] == [device] * 6
+
+
+def test_classes_of_one_size_come_in_another_order_in_each_epoch_and_for_each_seed() -> None:
+    labels = torch.arange(40) % 4
+    orders = [balanced_order(*place, labels).tolist() for place in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    assert [sorted(order) for order in orders] == [[*range(40)]] * 4
+    assert orders[0] == orders[3]
+    assert len({*map(tuple, orders)}) == 3
