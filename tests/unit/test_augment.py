@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from lockstep.config.options import classes_of
 from lockstep.core.data_protocols import Augment
 from lockstep.core.errors import InputError
 from lockstep.core.fields import INTERPOLATIONS
@@ -335,7 +336,8 @@ def test_the_usual_augmentation_is_fitted_to_the_data_too() -> None:
         assert Auto().for_data(source) == RandomResizedCrop(crop=crop)
     source = SimpleNamespace(fit="crop", usual_augment="shift")
     assert Auto().for_data(source) == CropFlip(pad=1, flip=0.0)
-    with pytest.raises(InputError, match=r"augment\.reflect is true, but augment\.pad is 0, so nothing is padded"):
+    says = "augment.reflect is true, but augment.pad is 0, so nothing is padded; use augment.pad=4 or "
+    with pytest.raises(InputError, match=f"^{re.escape(says)}augment.reflect=false$"):
         CropFlip(reflect=True, pad=0)
     assert CropFlip(reflect=True, pad=1).reflect
 
@@ -376,3 +378,30 @@ def test_a_range_may_be_one_number_and_has_two_ends() -> None:
     for key, usual in (("scale", "[0.08,1]"), ("ratio", "[0.75,1.33]")):
         with pytest.raises(InputError, match=rf"expected two rising numbers: augment\.{key}={re.escape(usual)}$"):
             RandomResizedCrop(**{key: [0.1, 0.2, 0.3]})
+
+
+@pytest.mark.parametrize(("channels", "have"), [(1, "1 channel"), (2, "2 channels"), (5, "5 channels")])
+def test_changes_of_colour_say_which_channels_they_need_and_their_remedy(channels: int, have: str) -> None:
+    for name, share in (("jitter", 0.4), ("solarize", 0.25), ("grey", 0.2)):
+        augment = RandomResizedCrop(**{name: share})
+        augment.check_channels(3)
+        if channels == 1 and name != "grey":
+            augment.check_channels(1)
+            continue
+        needs = "needs red, green and blue" if name == "grey" else "is defined for grey and RGB"
+        sentence = f"augment.{name}={share} {needs}, but the images have {have}: augment.{name}=0"
+        with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+            augment.check_channels(channels)
+
+
+@pytest.mark.parametrize("name", ["randaugment", "trivialaugment", "autoaugment", "randaugment_timm", "augmix"])
+def test_a_policy_takes_one_fill_or_one_for_each_channel(name: str) -> None:
+    policy = classes_of("augment")[name]
+    for fill, channels in (([7], 1), ([7], 3), ([1, 2, 3], 3)):
+        policy(fill=fill).check_channels(channels)
+    for fill, channels in (([], 3), ([1, 2], 3), ([1, 2, 3], 1), ([1, 2, 3, 4], 3)):
+        remedy = f"give one value for all channels or one for each: augment.fill={(fill or [0])[:1]}"
+        with pytest.raises(InputError) as caught:
+            policy(fill=fill).check_channels(channels)
+        have = f"the images have {channels} channel{'s' * (channels == 3)}"
+        assert str(caught.value) == f"augment.fill is {fill}, but {have}; {remedy}"

@@ -294,3 +294,59 @@ def test_a_gpus_way_is_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPa
             patch.setattr(operations, "_where", everywhere)
             traced = torch.compile(operate, fullgraph=True, dynamic=False, backend="eager")
             assert torch.equal(traced(stored, op, amount, how), expected)
+
+
+@pytest.mark.parametrize("resample", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("fill", [[9], [200, 100, 50]], ids=str)
+@pytest.mark.parametrize("policy", [RandAugment, TrivialAugment, AutoAugment])
+def test_a_policy_moves_pixels_by_its_own_resampling_and_fills_with_its_own_colour(
+    policy: Any, fill: list[int], resample: str
+) -> None:
+    stored, rng = torch.full((60, 3, 12, 12), 255, dtype=torch.uint8), draws(60)
+    augment = policy(resample=resample, fill=fill)
+    expected = stored
+    for step in augment.steps(rng, (12, 12)):
+        expected = operate(expected, *step, resample, tuple(fill))
+    moved = augment.operate(stored, rng)
+    assert torch.equal(moved, expected)
+    ((op, amount), *_) = augment.steps(rng, (12, 12))
+    far = (op == geometry.TRANSLATE_X) & (amount.abs() > 2)
+    colours = (fill * 3)[:3]
+    if policy is TrivialAugment:
+        assert far.any()
+        sides = moved[far].permute(0, 2, 3, 1)[:, 6, [0, 11]].tolist()
+        assert all(colours in pair for pair in sides)
+
+
+@pytest.mark.parametrize("fill", [[7.0], [124.0, 116.0, 104.0]], ids=str)
+def test_the_frame_of_a_moved_image_has_the_colour_of_torchvision(fill: list[float]) -> None:
+    stored = images((3, 20, 16))[:1]
+    for name, value in (("TranslateX", 5.0), ("TranslateY", -4.0), ("ShearX", 0.3)):
+        numbers = torch.tensor([OP_OF_NAME[name]]), torch.tensor([value], dtype=torch.float64)
+        expected = _apply_op(stored[0], name, value, interpolation=InterpolationMode.NEAREST, fill=(fill * 3)[:3])
+        result = operate(stored, *numbers, "nearest", tuple(map(int, fill)))[0]
+        assert (result != expected).float().mean() <= HALF_WAY, name
+
+
+@pytest.mark.parametrize("severity", [1, 3, 10])
+def test_augmix_draws_magnitudes_below_its_severity(severity: int) -> None:
+    space = SPACES["augmix"]((24, 20))["Rotate"][0].double()
+    chain = [*AugMix(severity=severity, depth=2).chain(draws(4000), (24, 20), steps.FIRST_DRAW)]
+    for op, amount in chain:
+        degrees = amount[op == geometry.ROTATE].abs().unique()
+        torch.testing.assert_close(degrees, space[:severity])
+
+
+@pytest.mark.parametrize("resample", ["nearest", "bilinear"])
+def test_many_images_are_changed_as_each_alone(resample: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU works on a few of them at a time."""
+    stored = torch.randint(256, (23, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    chosen = [*RandAugment().steps(draws(23), (8, 8))]
+    how = {"resample": resample, "compiled": False, "fill": (7,)}
+    whole = operations.operate_all(stored, chosen, **how)
+    for name in ("CPU_VALUES", "CPU_VALUES_PILLOW"):
+        monkeypatch.setattr(operations, name, 5 * 3 * 8 * 8)
+    assert torch.equal(operations.operate_all(stored, chosen, **how), whole)
+    for at in range(23):
+        own = [(op[at : at + 1], amount[at : at + 1]) for op, amount in chosen]
+        assert torch.equal(operations.operate_all(stored[at : at + 1], own, **how), whole[at : at + 1])

@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as T
 from helpers import resolved
 from lockstep.core.data_protocols import Shard
 from lockstep.core.model_card import VIEWS
-from lockstep.core.rng import ERASE, SampleRNG, sample_keys, uniform
+from lockstep.core.rng import CUTOUT, ERASE, SampleRNG, sample_keys, uniform
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
 from lockstep.data.transforms import AugMix, RandAugment, ThreeAugment, TimmRandAugment, TrivialAugment
 from lockstep.data.transforms.augment import CropFlip, NoAugment
@@ -298,3 +298,17 @@ def test_what_is_erased_depends_on_seed_epoch_and_example_only(mode: str) -> Non
     assert torch.equal(train(path, batch[3:5], indices[3:5]), erased[3:5])
     for other in (train(path, batch, indices, epoch=1), train(replace(path, seed=1), batch, indices)):
         assert (other != erased).any((1, 2, 3)).all()
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_a_square_and_a_rectangle_are_cut_out_of_an_image_each_by_its_own_numbers(epoch: int) -> None:
+    batch, indices = images(40, 3, 32, 24), torch.arange(100, 140)
+    expected = train(transforms(CIFAR10(input_size=[32, 24]), seed=5), batch, indices, epoch)
+    whole = expected.clone()
+    Cutout(7).apply(expected, sample_keys(5, epoch, indices, CUTOUT))
+    squares = expected.clone()
+    Erase(0.7, "rand").apply(expected, sample_keys(5, epoch, indices, ERASE))
+    both = transforms(CIFAR10(input_size=[32, 24]), seed=5, cutout=Cutout(7), erase=Erase(0.7, "rand"))
+    assert torch.equal(train(both, batch, indices, epoch), expected)
+    assert not torch.equal(squares, whole)
+    assert not torch.equal(squares, expected)
