@@ -262,3 +262,76 @@ def test_whole_numbers_are_in_their_order_and_names_in_the_one_that_they_come_in
     names: list[str], expected: tuple[str, ...]
 ) -> None:
     assert in_order(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([*LINES, "a.png"], "path: line 5 of {} has 1 column, expected 3; correct it"),
+        ([*LINES, "a.png,cat,train,more"], "path: line 5 of {} has 4 columns, expected 3; correct it"),
+        ([*LINES, ",,train"], "path: line 5 of {} has nothing in the column 'path'; correct it"),
+        (
+            [*LINES, "sub,cat,train"],
+            "images: line 5 of {} has 'sub', and {folder}/sub is not a file; correct it, or name the folder that its "
+            "paths start from with dataset.images=FOLDER",
+        ),
+        (LINES[:1], "path: {} has no lines below its first, expected one for each image"),
+    ],
+)
+def test_a_wrong_line_is_said_with_its_key_and_remedy(root: Path, lines: list[str], sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        source(root, *lines).prepare()
+    assert str(caught.value) == "dataset." + sentence.format(root / "list.csv", folder=root)
+
+
+def test_a_first_line_without_names_is_answered_with_the_keys_that_say_them(root: Path) -> None:
+    for options, columns, key in (
+        ({}, "path,label,split", "label_column"),
+        ({"label_columns": ["x", "y"], "targets": "values"}, "path,x,y,split", "label_columns"),
+        ({"val_share": 0.5, "group_column": "group"}, "path,label,group", "label_column"),
+    ):
+        with pytest.raises(InputError) as caught:
+            source(root, "a.png,cat,train", **options).prepare()
+        assert str(caught.value).endswith(
+            f"expected the names of the columns: {columns}; add such a line, or say their names with "
+            f"dataset.path_column=NAME and dataset.{key}=NAME"
+        )
+
+
+def test_the_columns_are_separated_by_what_the_first_line_has_most_of(root: Path) -> None:
+    lines = ["path;label, the animal;split", "a.png;cat, black;train", "c.png;cat, black;val"]
+    table = source(root, *lines, label_column="label, the animal")
+    assert (table.class_names, levels(table.train()), levels(table.eval())) == (("cat, black",), [10], [30])
+
+
+def test_a_table_without_splits_has_examples_to_train_on_whatever_these_are_called(root: Path) -> None:
+    table = source(root, "path,label", "a.png,cat", "c.png,cat", val_share=0.5, train_split="fit")
+    assert sorted(levels(table.train()) + levels(table.eval())) == [10, 30]
+
+
+def test_the_commonest_of_other_splits_are_named(root: Path) -> None:
+    others = list[str]()
+    for name, number in zip("uvwxyz", (1, 2, 6, 4, 3, 5), strict=True):
+        shutil.copy(root / "a.png", root / f"{name}.png")
+        others += [f"{name}.png,cat,{name}"] * number
+    note = source(root, *LINES, *others).notes()[0]
+    path = root / "list.csv"
+    assert note == f"{path}: skipped lines of other splits (6 'w', 5 'z', 4 'x', 3 'y', 2 'v')"
+
+
+def test_images_in_another_folder_are_relative_to_where_one_works(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "lists").mkdir()
+    (root / "list.csv").rename(root / "lists" / "list.csv")
+    monkeypatch.chdir(root)
+    table = CSV(path="lists/list.csv", images=".", decode_size=8)
+    assert (levels(table.train()), levels(table.eval())) == ([10, 20], [30])
+
+
+def test_a_table_in_another_encoding_says_what_is_wrong_with_its_bytes(root: Path) -> None:
+    (root / "list.csv").write_bytes(b"path,label,split\na.png,caf\xe9,train\n")
+    with pytest.raises(InputError) as caught:
+        source(root).prepare()
+    says = f"dataset.path: {root / 'list.csv'} is not in UTF-8 (invalid continuation byte); save it in UTF-8"
+    assert str(caught.value) == says

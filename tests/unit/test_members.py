@@ -17,7 +17,8 @@ from PIL import Image
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from lockstep.core.errors import InputError
-from lockstep.data.datasets import HF, WebDataset
+from lockstep.core.safe_read import check_size
+from lockstep.data.datasets import HF, WebDataset, webdataset
 from lockstep.data.datasets.files import FileSource
 
 
@@ -370,3 +371,123 @@ def test_a_row_of_a_saved_table_without_an_image_is_broken(tmp_path: Path) -> No
     assert source.fingerprint()
     with pytest.raises(InputError, match=r"row 2 of .* \(the table does not contain its bytes\)"):
         torch.cat([split.fetch([*range(len(split))]) for split in (source.train(), source.eval())])
+
+
+def test_shards_are_read_in_the_order_of_their_names(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: sorted(glob(folder, pattern), reverse=True))
+    assert levels(WebDataset(path=str(shards), decode_size=8), [0, 1, 2]) == [10, 20, 30]
+
+
+def test_a_pattern_that_names_no_shard_to_train_on_is_answered_with_its_keys_alone(shards: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        WebDataset(path=str(shards), train_shards="none*.tar").prepare()
+    assert str(caught.value) == (
+        f"dataset.train_shards: there is no none*.tar in {shards}; name the shards with dataset.train_shards=PATTERN "
+        "and their folder with dataset.path=FOLDER"
+    )
+    for key in ("val", "test"):
+        with pytest.raises(InputError) as caught:
+            WebDataset(path=str(shards), **{f"{key}_shards": "none*.tar"}).prepare()
+        remedy = f"dataset.path=FOLDER, or hold out a share of the others with dataset.{key}_share=0.1"
+        assert str(caught.value).endswith(remedy)
+
+
+def test_hidden_members_are_counted_and_folders_are_no_members(tmp_path: Path) -> None:
+    files = {"x/._é.png": b"x", ".y/é.png": b"x", "x/notes.txt": b"x", "./é.png": png(10), "./é.cls": b"1"}
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            (folder := tarfile.TarInfo("x")).type = tarfile.DIRTYPE
+            tar.addfile(folder)
+            for name, content in files.items():
+                (entry := tarfile.TarInfo(name)).size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    source = WebDataset(path=str(tmp_path), decode_size=8)
+    assert source.notes()[0] == f"{tmp_path}: skipped 6 other files (4 hidden, 2 .txt)"
+    assert (source.train().name(0), levels(source, [0])) == (f"{tmp_path}/train.tar:./é.png", [10])
+
+
+def test_images_of_several_bands_are_members_too(tmp_path: Path) -> None:
+    array = np.arange(8 * 8 * 5, dtype=np.uint8).reshape(8, 8, 5)
+    for split in ("train", "val"):
+        shard(tmp_path / f"{split}.tar", a__npy=npy(array), a__cls=b"1", a__png=png(10))
+    source = WebDataset(path=str(tmp_path), decode_size=8, channels=5)
+    assert torch.equal(source.train().fetch([0])[0], torch.from_numpy(array).permute(2, 0, 1))
+    assert len(WebDataset(path=str(tmp_path), decode_size=8).train()) == 1
+    assert levels(WebDataset(path=str(tmp_path), decode_size=8), [0]) == [10]
+
+
+@pytest.mark.parametrize(
+    ("label", "keys", "stored", "names"),
+    [
+        ("json", ["size"], {"size": 2.5}, ("size",)),
+        ("json", ["size"], {"size": [2.5, 3.5]}, ("size_0", "size_1")),
+        ("meta.JSON", ["size"], {"size": 2.5}, ("size",)),
+        ("json", [], 2.5, ("value",)),
+        ("json", ["y", "x"], {"x": 1, "y": 2}, ("y", "x")),
+    ],
+)
+def test_values_are_called_as_the_fields_that_have_them(
+    label: str, keys: list[str], stored: Any, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = labelled(tmp_path, label.lower().replace(".", "__"), [json.dumps(stored).encode()] * 2)
+    source = WebDataset(path=path, label=label, label_keys=keys, targets="values")
+    assert source.class_names == names
+    expected = [stored[key] for key in keys] if isinstance(stored, dict) else [stored]
+    assert source.train().labels.tolist()[0] == [*np.ravel(expected)]
+
+
+@pytest.mark.parametrize(
+    ("label", "keys", "sentence"),
+    [
+        (b'{"x": 1}', ["x", "y"], r"^dataset\.label_keys: .*train\.tar:0\.json has no 'y'; name a field that every"),
+        (
+            b"[1]",
+            ["x"],
+            r"^dataset\.label_keys: .*train\.tar:0\.json has no 'x'; .* with dataset.label_keys=\[NAME\]$",
+        ),
+    ],
+)
+def test_a_field_that_a_label_does_not_have_is_named(
+    label: bytes, keys: list[str], sentence: str, tmp_path: Path
+) -> None:
+    source = WebDataset(path=labelled(tmp_path, "json", [label]), label="json", label_keys=keys, targets="values")
+    with pytest.raises(InputError, match=sentence):
+        source.prepare()
+    says = "dataset.label_keys names fields of JSON, but dataset.label is a.CLS; use dataset.label=json"
+    with pytest.raises(InputError, match=f"^{re.escape(says)}$"):
+        WebDataset(path="shards", label="a.CLS", label_keys=keys)
+
+
+def test_an_empty_label_is_none(shards: Path) -> None:
+    shard(shards / "train-2.tar", a__png=b"x", a__cls=b" \n")
+    with pytest.raises(InputError, match=r"train-2.tar:a.png has no label, expected a.cls next to it; name another"):
+        WebDataset(path=str(shards)).prepare()
+
+
+def test_all_labels_of_a_shard_together_have_a_limit(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset, "check_size", lambda size, what: check_size(size, what, most=600))
+    members = {
+        f"{number}__{suffix}": content
+        for number in range(3)
+        for suffix, content in (("png", b"x"), ("cls", b"a" * 201))
+    }
+    shard(shards / "train-2.tar", **members)
+    with pytest.raises(InputError, match=r"with '2\.cls' its labels have 603 bytes, expected at most 600"):
+        WebDataset(path=str(shards)).prepare()
+
+
+def test_rows_of_every_split_are_checked_and_named_by_their_split(saved: Path, tmp_path: Path) -> None:
+    assert HF(path=str(saved)).eval().name(1) == f"row 1 of validation in {saved}"
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.load_from_disk(saved)
+    without = datasets.DatasetDict(train=splits["train"], validation=splits["validation"].remove_columns("label"))
+    without.save_to_disk(tmp_path / "without")
+    with pytest.raises(InputError, match=r"dataset.label_column is 'label', but the table .* has 'image'; name one"):
+        HF(path=str(tmp_path / "without")).prepare()
+    for name in (None, "numpy", "torch"):
+        for table in splits.values():
+            table.set_format(name)
+        splits.save_to_disk(tmp_path / str(name))
+        source = HF(path=str(tmp_path / str(name)), decode_size=8)
+        assert (source.train().labels.tolist(), levels(source, [5])) == ([0, 1, 0, 1, 0, 1], [50])

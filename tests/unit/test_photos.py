@@ -21,6 +21,7 @@ from helpers import ROOT, decoded, preprocessing
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.files import FileSplit
+from lockstep.data.datasets.preprocess import preprocess
 from lockstep.inference.images import stored_image
 
 REAL = ROOT.parent / "shared" / "data" / "imagenet_samples.tar.gz"
@@ -404,3 +405,26 @@ def test_grey_is_the_luminance(colour: tuple[int, int, int], luminance: int) -> 
     image = Image.new("RGB", (8, 8), colour)
     assert stored_image(image, preprocessing(8, 8, 1)).unique().tolist() == [luminance]
     assert stored_image(image, preprocessing(8, 8, 1)).unique().tolist() == [int(np.array(image.convert("L"))[0, 0])]
+
+
+FACTS = {"image_shape": [3, 8, 8], "input_shape": [3, 4, 4], "eval_crop": 1.0, "fit": "crop"}
+FACTS |= {"mean": [0.5, 0.5, 0.5], "interpolation": "bilinear"}
+
+
+def test_a_model_of_another_format_is_not_given_pixels(tmp_path: Path) -> None:
+    COLOURS.save(tmp_path / "a.png")
+    expected = preprocess(tmp_path / "a.png", {**FACTS, "format": 1})
+    with (tmp_path / "a.png").open("rb") as file:
+        for photo in (COLOURS, str(tmp_path / "a.png"), file):
+            assert np.array_equal(preprocess(photo, FACTS), expected), "before there were formats"
+    for number in (0, 2):
+        sentence = f"the model has format {number}, expected 1; use the preprocess.py beside it"
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            preprocess(COLOURS, {**FACTS, "format": number})
+
+
+def test_of_a_tiny_share_of_a_photo_the_model_sees_its_middle_pixel() -> None:
+    photo = COLOURS.resize((8, 8))
+    pixels = preprocess(photo, {**FACTS, "eval_crop": 0.01})
+    assert pixels.shape == (1, 3, 4, 4)
+    assert (pixels == np.asarray(photo)[4, 4][None, :, None, None]).all()

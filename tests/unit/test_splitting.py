@@ -26,6 +26,7 @@ from lockstep.core.tags import Monitor
 from lockstep.data.datasets import CSV, Digits, Folder, listing
 from lockstep.data.datasets.builtin import ArraySource
 from lockstep.data.datasets.files import FileSource, FileSplit
+from lockstep.data.datasets.folder import ImageNet
 from lockstep.data.datasets.splitting import Examples
 from lockstep.diagnostics.inspection import inspect
 from lockstep.records.ledger import Ledger
@@ -528,3 +529,122 @@ def test_a_part_of_the_files_keeps_what_each_is() -> None:
     splits = dict(zip(("train", "val"), both, strict=True))
     with pytest.raises(InputError, match=r"the group 'a' has images .* as 2 groups have"):
         listing.check_groups(splits)
+
+
+def test_a_pattern_is_matched_without_the_modules_of_the_folder_where_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "re"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    assert files_of("p1_a", "p2_b").grouped(r"p\d").groups.tolist() == [b"p1", b"p2"]  # type: ignore[union-attr]
+
+
+def test_other_members_and_other_names_are_other_data() -> None:
+    labels, names = torch.zeros(2, dtype=torch.int64), listing.as_names("abcd")
+    parts = [
+        listing.Files(str, np.array(keys), labels, ("x",), "shards", member_names=names).fingerprint()
+        for keys in ([0, 1], [0, 2], [1, 0])
+    ]
+    assert len({*map(str, parts)}) == 3
+    assert {part["examples"].partition(" (")[0] for part in parts} == {"2 of shards"}
+    many = [
+        listing.Files(Path, listing.as_names(own), labels[:, None] * 1.0, ("x",))
+        for own in (["ab", "c"], ["a", "bc"])
+    ]
+    assert many[0].fingerprint() != many[1].fingerprint()
+    (digest,) = files_of("ab", "c").fingerprint().values()
+    assert digest == f"2 files ({hashlib.sha256(bytes('ab', 'ascii') + bytes(1) + b'c' + bytes(1)).hexdigest()[:16]})"
+
+
+@pytest.mark.parametrize(("folds", "every"), [(2, "0,1"), (5, "0,1,2,3,4"), (6, "0,1,...,5"), (1000, "0,1,...,999")])
+def test_a_few_folds_are_listed_and_many_by_the_last_one(folds: int, every: str) -> None:
+    for fold in (None, folds):
+        number = "null" if fold is None else fold
+        with pytest.raises(InputError) as caught:
+            Folder(path="nowhere", folds=folds, fold=fold)
+        assert str(caught.value) == (
+            f"dataset.fold is {number}, expected a fold from 0 to {folds - 1} to evaluate; all of them: "
+            f"dataset.fold={every} -m"
+        )
+    assert Folder(path="nowhere", folds=folds, fold=folds - 1).is_cut
+    with pytest.raises(InputError, match=r"^dataset\.fold is 0, but dataset\.folds is null; add dataset\.folds=5$"):
+        Folder(path="nowhere", fold=0)
+
+
+def test_a_share_that_leaves_a_split_without_a_label_is_refused_with_another_share() -> None:
+    labels = torch.tensor([[1.0, 0, 0, 0]] * 8 + [[0, 1.0, 0, 1.0], [0, 0, 1.0, 1.0]])
+    examples = Examples([b"%d" % n for n in range(10)], labels, "abcd", "labels")
+    sentence = "the label d has 2 images, and the {} split would have none; use another share, or remove the label"
+    for key, name in (("val_share", "evaluation"), ("test_share", "test")):
+        with pytest.raises(InputError) as caught:
+            examples.share(key, 0.3)
+        assert str(caught.value) == f"dataset.{key} is 0.3, but {sentence.format(name)}"
+
+
+def test_images_in_memory_are_cut_by_their_numbers() -> None:
+    labels = Digits().train().labels
+    examples = Examples([b"%d" % number for number in range(len(labels))], labels, (), "classes")
+    cuts: dict[str, tuple[Any, Any]] = {
+        "folds": (Digits(folds=5, fold=2).eval(), examples.fold(5, 2)),
+        "a share": (Digits(val_share=0.3).eval(), examples.share("val_share", 0.3)),
+        "a limit": (Digits(limit=50).train(), examples.within(50)),
+    }
+    for name, (split, chosen) in cuts.items():
+        assert split.numbers.tolist() == np.flatnonzero(chosen).tolist(), name
+
+
+def test_data_sets_of_the_same_files_are_listed_once_however_they_are_read(tmp_path: Path) -> None:
+    usual = Folder(path=str(tmp_path))
+    for options in ({"decode_size": 9}, {"skip": 3}, {"input_size": 8, "crop": 0.5}, {"fit": "pad"}):
+        assert Folder(path=str(tmp_path), **options).place == usual.place  # type: ignore[arg-type]
+    others = [
+        ImageNet(path=str(tmp_path), train_folder="auto", val_folder="auto", crop_from="square"),
+        *(
+            Folder(path=str(tmp_path), **options)  # type: ignore[arg-type]
+            for options in ({"val_share": 0.5}, {"limit": 5}, {"test_folder": "x"}, {"group_pattern": "y"})
+        ),
+    ]
+    assert len({source.place for source in (usual, *others)}) == 1 + len(others)
+
+
+SAID = {
+    "a split beside a share": (
+        {"val_share": 0.25},
+        "dataset.val_share is 0.25, but dataset.val_folder names {}/val too; remove dataset.val_share, test on it "
+        "with dataset.test_folder=val, or name none with dataset.val_folder=none",
+    ),
+    "a split beside folds": (
+        {"folds": 3, "fold": 0},
+        "dataset.folds is 3, but dataset.val_folder names {}/val too; remove dataset.folds, test on it with "
+        "dataset.test_folder=val, or name none with dataset.val_folder=none",
+    ),
+    "two of one name": (
+        {"test_folder": "val"},
+        "dataset.test_folder and dataset.val_folder both name {}/val; name another, or remove dataset.test_folder, "
+        "or evaluate a share of the training split with dataset.val_share=0.1",
+    ),
+    "the one to train on": (
+        {"test_folder": "train"},
+        "dataset.test_folder and dataset.train_folder both name {}/train; name another, or remove "
+        "dataset.test_folder",
+    ),
+    "the same split": ({"val_share": 0.25, "val_folder": "train"}, ""),
+    "the test split": ({"val_share": 0.25, "test_folder": "val"}, ""),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_splits_that_exclude_each_other_are_named_with_what_to_do(case: str, tmp_path: Path) -> None:
+    options, sentence = SAID[case]
+    for split in ("train", "val"):
+        for number in range(8):
+            (file := tmp_path / split / "ab"[number % 2] / f"{number}.png").parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    source = Folder(path=str(tmp_path), **{"train_folder": "train", "val_folder": "val", **options})  # type: ignore[arg-type]
+    if not sentence:
+        assert (len(source.train()), len(source.eval())) == (6, 2)
+        return
+    with pytest.raises(InputError) as caught:
+        source.prepare()
+    assert str(caught.value) == sentence.format(tmp_path)

@@ -385,6 +385,9 @@ def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) 
     [
         (torch.tensor([[0.5, 1.5]]), "labels", r"example 0 of .* \[0\.5, 1\.5\], expected shares from 0 to 1"),
         (torch.tensor([[0.0, torch.nan]]), "values", r"example 0 of .* label \[0\.0, nan\], expected finite numbers"),
+        (torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]), "values", r"example 1 of .* \[0\.0, -inf\], expected finite"),
+        (torch.tensor([[1.0, -0.5]]), "labels", r"example 0 of .* \[1\.0, -0\.5\], expected shares from 0 to 1"),
+        (torch.tensor([[1.0, 1.0], [1.0, 1.0001]]), "labels", r"example 1 of .*, expected shares from 0 to 1"),
         (torch.ones(4, 3), "values", r"the values of .* are float32 \(4, 3\), expected floats \(N, 2\)"),
         (torch.ones(4, dtype=torch.int64), "labels", r"the labels of .* are int64 \(4,\), expected floats"),
         (torch.ones(4, 2), "classes", r"the classes of .* are float32 \(4, 2\), expected int64 \(N,\)"),
