@@ -387,3 +387,63 @@ def test_an_archive_belongs_into_the_folder_where_its_files_are_looked_for(
     tmp_path: Path, source: type[CIFAR10]
 ) -> None:
     assert source(root=str(tmp_path)).remedy == f"put {source.archive} into {tmp_path}, where it is unpacked"
+
+
+# As papers and libraries publish them, for pixels from 0 to 1.
+PUBLISHED: dict[type[Published], tuple[Any, Any, str]] = {
+    MNIST: ((0.1307,), (0.3081,), "shift"),
+    FashionMNIST: ((0.2860,), (0.3530,), "crop_flip"),
+    CIFAR10: ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop_flip"),
+    CIFAR100: ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "crop_flip"),
+}
+
+
+@pytest.mark.parametrize("cls", PUBLISHED)
+def test_a_published_data_set_has_its_published_figures(cls: type[Published]) -> None:
+    mean, std, augment = PUBLISHED[cls]
+    source = cls(root="nowhere")
+    assert (source.mean, source.std, source.usual_augment) == (mean, std, augment)
+    assert source.classes == (100 if cls is CIFAR100 else 10)
+    assert source.image_shape == ((1, 28, 28) if len(mean) == 1 else (3, 32, 32))
+    assert source.factory == cls.__name__
+    assert source.downloads
+
+
+def test_a_missing_archive_is_named_by_its_folder_and_put_where_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(self: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(CIFAR10, "fetch", offline)
+    with pytest.raises(InputError) as caught:
+        CIFAR100(root=str(tmp_path)).prepare()
+    assert str(caught.value) == (
+        f"data_root: CIFAR100 cannot be read from {tmp_path} (there is no cifar-100-python) and cannot be downloaded "
+        f"(no network); put cifar-100-python.tar.gz into {tmp_path}, where it is unpacked, or name another folder "
+        "with data_root=FOLDER"
+    )
+    with pytest.raises(
+        InputError, match=r"\(FileNotFoundError: there is no cifar-100-python\); put cifar-100-python"
+    ):
+        CIFAR100(root=str(tmp_path)).train()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_lock_that_was_there_before_a_download_stays_for_those_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    def offline(self: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(MNIST, "fetch", offline)
+    if is_there:
+        (tmp_path / ".MNIST.lock").touch()
+    with pytest.raises(InputError, match="no network"):
+        MNIST(root=str(tmp_path)).prepare()
+    assert [path.name for path in tmp_path.iterdir()] == [".MNIST.lock"] * is_there
+
+
+def test_images_that_are_made_have_no_facts_to_compare() -> None:
+    assert Fake(examples=8, size=2).fingerprint() == {"train": {}, "val": {}}
+    assert Digits().fingerprint()["train"].keys() == {"images", "labels"}

@@ -14,6 +14,8 @@ from torchvision.transforms.v2 import functional as T
 
 from helpers import decoded, preprocessing
 from lockstep.core.data_protocols import Crop
+from lockstep.core.rng import SampleRNG
+from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.data.datasets.decode import Box, ImageFile, Stored, read_part
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
@@ -189,3 +191,59 @@ def test_a_file_that_is_read_in_pieces_is_whole(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 3), offset))
     assert read_part(tmp_path / "a") == content
     assert read_part(tmp_path / "a", 5, 20) == content[5:25]
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_split_asks_for_the_boxes_of_its_seed_epoch_and_examples_by_their_heights_and_widths(
+    tmp_path: Path, seed: int, epoch: int
+) -> None:
+    for number in range(3):
+        photograph(20 + number, 40).save(tmp_path / f"{number}.png")
+    wanted: list[object] = []
+
+    def boxes(draws: SampleRNG, sizes: torch.Tensor) -> torch.Tensor:
+        wanted.append((draws.seed, draws.epoch, draws.indices.tolist(), sizes.tolist()))
+        return torch.tensor([[0, 0, 10, 30]]).expand(len(sizes), 4)
+
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    crop = Crop(boxes, seed=seed, size=(5, 9))
+    split = FileSplit(paths, torch.zeros(3), preprocessing(8, 8, interpolation="bicubic"), crop=crop)
+    images = split.fetch([2, 3], epoch)
+    assert wanted == [(seed, epoch, [2, 3], [[22, 40], [20, 40]])]
+    for image, path in zip(images, (paths[2], paths[0]), strict=True):
+        expected = ImageFile.read(path).box((0, 0, 10, 30), (5, 9), "bicubic")
+        assert np.array_equal(image, expected)
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (7, 7), (8, 3), (3, 8), (9, 3)])
+def test_a_jpeg_with_a_side_of_eight_pixels_is_scaled_and_a_smaller_one_is_not(
+    tmp_path: Path, height: int, width: int
+) -> None:
+    file = saved(tmp_path, photograph(height, width))
+    for share, eighths in ((0.5, 4), (0.25, 2), (0.125, 1), (0.51, 8)):
+        pixels, scale = decoded(file, share)
+        expected = eighths if max(height, width) >= 8 else 8
+        assert scale == expected
+        assert pixels.shape == (-(-height * expected // 8), -(-width * expected // 8), 3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the open files are listed on Linux")
+def test_no_file_stays_open_whether_it_can_be_read_or_not(tmp_path: Path) -> None:
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    (tmp_path / "a").write_bytes(bytes(10))
+    os.mkfifo(tmp_path / "pipe")
+    before = opened()
+    read_part(tmp_path / "a")
+    wrong = {11: "it ends after 10 of 11 bytes", 2**50: "expected at most", None: "it is not a regular file"}
+    for size, says in wrong.items():
+        with pytest.raises((OSError, ValueError), match=says):
+            read_part(tmp_path / ("pipe" if size is None else "a"), size=size)
+    assert opened() == before
+
+
+def test_a_split_that_reads_no_files_stays_as_it_is(tmp_path: Path) -> None:
+    data, split = Folder(path=str(tmp_path), decode_size=8), ArraySplit(torch.zeros(1, 3, 8, 8), torch.zeros(1))
+    assert data.read_as(split, data.preprocessing, Crop(RandomResizedCrop().boxes, seed=0, size=(4, 4))) is split

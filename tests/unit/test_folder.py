@@ -373,3 +373,59 @@ def test_a_folder_of_images_without_classes_is_told_to_sort_them(tmp_path: Path,
         scan_split(folder)
     remedy = f"; move its images into folders of their classes, such as {folder / 'cats'}" * seen
     assert str(refused.value) == f"dataset.path: {folder} has no subfolders, expected one per class{remedy}"
+
+
+def test_a_class_to_evaluate_that_is_not_trained_is_named_with_what_to_do(root: Path) -> None:
+    for name, remedy in (("dog", "remove it, or add it there"), ("CAT", "rename it to cat, as it is there")):
+        fill(root / "val", **{name: [1]})
+        with pytest.raises(InputError) as caught:
+            Folder(path=str(root), skip=1).prepare()
+        says = f"dataset.path: {root}/val/{name} is a class that {root}/train does not have; {remedy}"
+        assert str(caught.value) == says
+        shutil.rmtree(root / "val" / name)
+        scan_split.cache_clear()
+
+
+def test_a_folder_that_may_not_be_read_says_why(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", denied)
+    says = rf"^dataset\.path: {root}/train cannot be read \(Permission denied\); give this user access$"
+    with pytest.raises(InputError, match=says):
+        Folder(path=str(root), train_folder="train", val_folder="val").prepare()
+
+
+def test_a_class_without_images_names_the_suffixes_that_are_read(root: Path) -> None:
+    (root / "train" / "dog").mkdir()
+    (root / "train" / "dog" / "a.npy").touch()
+    for channels, hint in ((3, "; .npy files are read with dataset.channels=N, if N is neither 1 nor 3"), (5, None)):
+        if hint is None:
+            (root / "train" / "dog" / "a.npy").unlink()
+        with pytest.raises(InputError) as caught:
+            Folder(path=str(root), train_folder="train", val_folder="val", channels=channels).prepare()
+        expected = ".npy, .tif, .tiff" if channels == 5 else ".apng, .avif, .bmp, .dib, .gif, .heic"
+        name = "ant" if channels == 5 else "dog"
+        assert str(caught.value).startswith(f"dataset.path: {root}/train/{name} has no images ({expected}")
+        assert str(caught.value).endswith(hint or ")")
+
+
+@pytest.mark.parametrize(("number", "says"), [(1, "1 other file"), (2, "2 other files"), (1234, "1,234 other files")])
+def test_files_that_are_left_out_are_counted_in_words(number: int, says: str) -> None:
+    kinds = Counter({".b": number})
+    assert left_out_note(Path("p"), kinds) == (f"p: skipped {says} ({number:,} .b)",)
+    assert left_out_note(Path("p"), Counter({".b": 0})) == ()
+    equal = left_out_note(Path("p"), Counter({".b": number, ".a": number}))[0]
+    assert equal.endswith(f"({number:,} .a, {number:,} .b)")
+
+
+def test_a_folder_of_links_to_itself_is_read_once_by_a_relative_path_too(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "train" / "cat" / "again").symlink_to(root)
+    (root / "train" / "cat" / "zoo").mkdir()
+    Image.new("RGB", (8, 8)).save(root / "train" / "cat" / "zoo" / "1.png")
+    monkeypatch.chdir(root)
+    folder = Folder(path=".", train_folder="train", val_folder="val", decode_size=8)
+    assert len(folder.train()) == 7
+    assert "1 links back to a folder above" in folder.notes()[0]

@@ -426,6 +426,7 @@ def test_each_data_set_of_torchvision_takes_its_splits_and_says_how_it_is_fetche
         typed = "" if value is None else f", {key}={value!r}"
         with pytest.raises(InputError, match=f"^data_root: {name} cannot be read from {tmp_path} ") as caught:
             read()
+        assert "Unknown value" not in str(caught.value), "torchvision has such a split"
         assert str(caught.value).endswith(f"{name}('{tmp_path}'{typed}, download=True)\"")
 
 

@@ -182,3 +182,31 @@ def test_what_read_does_wrong_is_one_sentence(result: Any, sentence: str, monkey
         own.train()
     monkeypatch.setattr(type(own), "read", lambda self, train: [PIXELS, KINDS])
     assert len(own.train()) == 12
+
+
+def test_what_is_wrong_with_the_evaluation_split_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, wrong = source(), (PIXELS, KINDS + 5)
+    monkeypatch.setattr(type(own), "read", lambda self, train: (PIXELS, KINDS) if train else wrong)
+    assert len(own.train()) == 12
+    with pytest.raises(InputError, match="example 0 of the evaluation split has label 5, expected 0 to 1"):
+        own.eval()
+    wrong = (PIXELS.astype(np.int16), KINDS)
+    with pytest.raises(InputError, match="an image of the evaluation split is int16, expected uint8"):
+        own.eval()
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_one_column_of_numbers_is_a_list_of_them_and_of_several_none(number: int) -> None:
+    own = source(labels=KINDS / 2, kind="values")
+    type(own).classes = 1
+    assert own.train().labels.tolist() == [[kind / 2] for kind in KINDS]
+    type(own).classes = number
+    with pytest.raises(InputError, match=rf"are float32 \(12,\), expected floats \(N, {number}\)"):
+        own.eval()
+
+
+def test_images_with_channels_last_are_told_the_line_that_moves_them_and_others_are_not() -> None:
+    for images, moved in ((PIXELS.transpose(0, 2, 3, 1), True), (PIXELS[:, :2], False), (PIXELS[:, 0], False)):
+        with pytest.raises(InputError) as caught:
+            source(images).train()
+        assert str(caught.value).endswith("; return np.moveaxis(images, -1, 1)") == moved
