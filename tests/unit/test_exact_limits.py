@@ -16,7 +16,9 @@ from torchvision.transforms.functional import center_crop
 
 import lockstep
 from lockstep.api import Result
+from lockstep.config.options import classes_of
 from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, SHOWN_DIGITS, InputError, first_of, shown
+from lockstep.core.fields import rule_of
 from lockstep.core.figures import number_or_text
 from lockstep.core.formats import FORMAT_NUMBERS, FileFormat, NewerFormat, check_format, stamp
 from lockstep.core.launch_env import launched_place
@@ -46,6 +48,7 @@ from lockstep.core.model import (
     within,
 )
 from lockstep.core.model_card import (
+    MOST_CHANNELS,
     SIGMOID,
     SOFTMAX,
     VALUES,
@@ -649,3 +652,30 @@ def test_blocks_are_the_finest_groups_that_a_model_names() -> None:
 
     model = Staged()
     assert [*blocks(model)] == [*model.stages[0], *model.stages[1]]
+# Numbers above which a key of a data set, a loader or an augmentation is refused. The lists of keys do not show them.
+LARGEST: dict[str, tuple[float, tuple[str, ...]]] = {
+    "loader.prefetch": (1024, ("auto", "streaming")),
+    "loader.resident_gb": (1e6, ("auto",)),
+    "augment.pad": (1024, ("crop_flip", "randaugment", "three_augment")),
+    "augment.ratio": (1000, ("standard", "augmix")),
+    "dataset.channels": (MOST_CHANNELS, ("folder", "csv", "torchvision")),
+    "dataset.examples": (10**9, ("fake",)),
+    "dataset.classes": (10**6, ("fake",)),
+    "dataset.skip": (10**9, ("folder", "hf", "torchvision")),
+    "dataset.folds": (1000, ("folder", "digits")),
+    "dataset.limit": (1e9, ("webdataset", "mnist")),
+}
+
+
+@pytest.mark.parametrize("key", LARGEST)
+def test_a_key_takes_its_largest_value_and_no_larger_one(key: str) -> None:
+    group, _, name = key.partition(".")
+    largest, options = LARGEST[key]
+    for option in options:
+        rule = rule_of(classes_of(group)[option], name)
+        assert rule is not None
+        assert [rule.fits(value) for value in (largest - 1, largest, largest + 1)] == [True, True, False], option
+    if name == "folds":
+        fold = rule_of(classes_of("dataset")["digits"], "fold")
+        assert fold is not None
+        assert [fold.fits(number) for number in (0, largest - 1, largest)] == [True, True, False]

@@ -673,16 +673,21 @@ class Numbered:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory on Linux")
 def test_the_ranks_of_every_machine_share_its_memory_and_leave_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decoded(here: World) -> tuple[list[int], bool]:
+    def decoded(here: World) -> tuple[list[int], bool, list[int]]:
         own: Any = Numbered()
         peers = {rank: 0 for rank in range(4) if rank // 2 == here.rank // 2 and rank != here.rank}
         images, _ = decode_all(own, replace(here, control=object(), local_peer_pids=peers), threads=1)
         here.barrier()
-        return own.read, torch.equal(images, Numbered().fetch([*range(300)]))
+        equal = torch.equal(images, Numbered().fetch([*range(300)]))
+        here.barrier()
+        images[here.rank] = 200
+        here.barrier()
+        return own.read, equal, images[:4].flatten().tolist()
 
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    shares = [([*range(150)], True), ([*range(150, 300)], True)]
-    assert ThreadRanks(4, monkeypatch).run(decoded) == shares * 2
+    shares, own_memory = [[*range(150)], [*range(150, 300)]] * 2, [[200, 200, 2, 3]] * 2 + [[0, 1, 200, 200]] * 2
+    expected = [(share, True, memory) for share, memory in zip(shares, own_memory, strict=True)]
+    assert ThreadRanks(4, monkeypatch).run(decoded) == expected
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 

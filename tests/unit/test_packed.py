@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from PIL import Image
 from helpers import Case, forked, gang, records, train_here, weights
 from lockstep.cli import pack as command
 from lockstep.core.data_protocols import LoaderContext
-from lockstep.core.errors import InputError, StorageError
+from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.safe_write import locked
 from lockstep.core.world import World
-from lockstep.data.datasets import packed
+from lockstep.data.datasets import Digits, packed
 from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import Packed
@@ -384,3 +385,117 @@ def test_a_packed_set_says_how_its_images_were_fitted(tmp_path: Path, fit: str) 
     pack(source, tmp_path / "target")
     own = Packed(path=str(tmp_path / "target"))
     assert (own.fit, own.image_shape, own.eval_crop) == (fit, (3, 8, 16), source.eval_crop)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"), [([3, 8, 0], False), ([3, 0, 8], False), ([3, 4, 16], True), ([3, 16, 4], True)]
+)
+def test_the_sides_in_a_manifest_are_at_least_a_pixel(
+    target: Path, tmp_path: Path, shape: list[int], fits: bool
+) -> None:
+    path = copied(target, tmp_path) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shape": shape}))
+    if fits:
+        assert list(Packed(path=str(path.parent)).train().images.shape) == [150, *shape]
+    else:
+        with pytest.raises(InputError, match=r"\(manifest.json is not a manifest of `lockstep pack`\)"):
+            Packed(path=str(path.parent)).prepare()
+
+
+def test_a_packed_set_of_another_fit_or_a_newer_format_is_refused(target: Path, tmp_path: Path) -> None:
+    path = copied(target, tmp_path) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "fit": "stretch"}))
+    with pytest.raises(InputError, match=r"\(manifest.json is not a manifest of `lockstep pack`\)"):
+        Packed(path=str(path.parent)).prepare()
+    path.write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(InputError, match=r"manifest\.json has format 99 of a .*, "):
+        Packed(path=str(path.parent)).prepare()
+
+
+def test_a_file_of_another_size_is_named_with_both_sizes(target: Path, tmp_path: Path) -> None:
+    path = copied(target, tmp_path)
+    (path / "val.labels").write_bytes(bytes(73))
+    sentence = (
+        f"dataset.path: {path} is not a complete packed data set (val.labels has 73 bytes, expected 72); make one "
+        "with lockstep pack"
+    )
+    with pytest.raises(InputError) as caught:
+        Packed(path=str(path)).prepare()
+    assert str(caught.value) == sentence
+
+
+def test_a_packed_set_may_be_a_folder_of_links(target: Path, tmp_path: Path) -> None:
+    (linked := tmp_path / "linked").mkdir()
+    for file in target.iterdir():
+        (linked / file.name).symlink_to(file)
+    packed.check(linked, lambda number: None)
+    assert torch.equal(Packed(path=str(linked)).eval().images, Packed(path=str(target)).eval().images)
+
+
+def test_a_check_reads_the_labels_also_where_their_hash_is_right(target: Path, tmp_path: Path) -> None:
+    path = copied(target, tmp_path)
+    content = np.array([0, 1, 2, 3, *[0] * 5], "<i8").tobytes()
+    (path / "val.labels").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["splits"]["val"]["sha256"]["labels"] = hashlib.sha256(content).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"example 3 of .*val\.labels has label 3, expected 0 to 2"):
+        packed.check(path, lambda number: None)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_pack_needs_the_bytes_of_its_images_and_labels(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    need = 159 * (3 * 8 * 8 + 8)
+    monkeypatch.setattr(packed.shutil, "disk_usage", lambda path: SimpleNamespace(free=need - missing))
+    if not missing:
+        assert pack(folder, tmp_path / "target") == []
+        return
+    with pytest.raises(StorageError, match=r"target needs 0\.0 GB, and 0\.0 GB are free; free disk space there$"):
+        pack(folder, tmp_path / "target")
+    monkeypatch.setattr(packed.shutil, "disk_usage", lambda path: SimpleNamespace(free=2.34e9))
+    with pytest.raises(StorageError, match=r"needs 30\.5 GB, and 2\.3 GB are free"):
+        pack(replace(folder, decode_size=8000), tmp_path / "target")
+
+
+def test_a_pack_makes_the_folders_above_it_and_tells_how_far_it_is(tmp_path: Path) -> None:
+    source, target = fill(tmp_path / "images"), tmp_path / "new" / "a[b]*" / "target[1]"
+    (leftover := target.parent / ".target[1].killed.partial" / "packed").mkdir(parents=True)
+    (tmp_path / "images" / "train" / "ant" / "03.jpg").write_bytes(b"no image")
+    numbers, locks = list[int](), list[bool]()
+
+    def advanced(number: int) -> None:
+        numbers.append(number)
+        (own,) = target.parent.glob(".target*.partial")
+        try:
+            with locked(own / packed.LOCK):
+                locks.append(False)
+        except BlockingIOError:
+            locks.append(True)
+
+    packed.pack_source(replace(source, skip=1), target, threads=2, advanced=advanced)
+    assert numbers == [64, 64, 22, 9], "also of what is left out"
+    assert locks == [True] * 4, "another pack leaves it alone"
+    assert not leftover.exists()
+    assert [path.name for path in target.parent.iterdir()] == ["target[1]"]
+
+
+def test_classes_without_names_are_called_by_their_numbers(tmp_path: Path) -> None:
+    source = Digits(limit=20)
+    packed.pack_source(source, tmp_path / "target", threads=1, advanced=lambda number: None)
+    own = Packed(path=str(tmp_path / "target"))
+    assert own.class_names == tuple(map(str, range(10)))
+    assert (own.mean, own.std, own.image_shape) == (source.mean, source.std, (1, 8, 8))
+    assert torch.equal(own.train().images, source.train().images)
+
+
+def test_of_broken_images_the_last_one_is_the_one_too_many(tmp_path: Path) -> None:
+    source = fill(tmp_path / "images")
+    for name in ("ant/03.jpg", "ant/05.jpg", "zebra/01.jpg"):
+        (tmp_path / "images" / "train" / name).write_bytes(b"no image")
+    for skip, image in ((0, 3), (1, 5), (2, 101)):
+        with pytest.raises(BrokenImage, match=f"image {image}, "):
+            pack(replace(source, skip=skip), tmp_path / "target")
+    assert len(pack(replace(source, skip=3), tmp_path / "target")) == 3
