@@ -405,3 +405,9 @@ def test_a_policy_takes_one_fill_or_one_for_each_channel(name: str) -> None:
             policy(fill=fill).check_channels(channels)
         have = f"the images have {channels} channel{'s' * (channels == 3)}"
         assert str(caught.value) == f"augment.fill is {fill}, but {have}; {remedy}"
+
+
+@pytest.mark.parametrize("crop", UNUSED)
+def test_a_default_that_is_typed_is_no_field_that_the_crop_does_not_use(crop: str) -> None:
+    typed = RandAugment(crop=crop, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3], pad=4, reflect=False)
+    assert typed == RandAugment(crop=crop)

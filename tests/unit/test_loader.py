@@ -770,3 +770,17 @@ def test_broken_images_of_the_blocks_of_an_epoch_are_skipped_too(damaged: Folder
     assert sorted(labels.tolist()) == [IGNORE_INDEX, 0]
     with pytest.raises(InputError, match=r"cannot be decoded"):
         list(replace(loader(damaged, Streaming(workers=0)), plan=plan).blocks_of_epoch(0, 1))
+
+
+def test_an_image_that_ends_the_decoding_says_where_for_other_ranks() -> None:
+    class Refusing(Numbered):
+        def fetch(self, indices: list[int], epoch: int = 0) -> torch.Tensor:
+            if 250 in indices:
+                raise InputError("dataset: no image 250")
+            return super().fetch(indices)
+
+    split: Any = Refusing()
+    for threads in (1, 2):
+        with pytest.raises(InputError, match=r"^dataset: no image 250") as caught:
+            decode_all(split, World.solo(), threads=threads)
+        assert "in fetch" in "".join(caught.value.__notes__)

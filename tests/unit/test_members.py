@@ -491,3 +491,15 @@ def test_rows_of_every_split_are_checked_and_named_by_their_split(saved: Path, t
         splits.save_to_disk(tmp_path / str(name))
         source = HF(path=str(tmp_path / str(name)), decode_size=8)
         assert (source.train().labels.tolist(), levels(source, [5])) == ([0, 1, 0, 1, 0, 1], [50])
+
+
+def test_what_a_library_says_in_several_lines_is_one_sentence(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise ValueError("two\n  lines")
+
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_from_disk", refuse)
+    says = (
+        rf"^dataset\.path: {saved} cannot be read \(two lines\), expected a folder that save_to_disk of the package"
+    )
+    with pytest.raises(InputError, match=says):
+        HF(path=str(saved)).prepare()
