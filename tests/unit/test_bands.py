@@ -35,6 +35,11 @@ def array(pixels: Any, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def version_2(pixels: Pixels) -> bytes:
+    np.lib.format.write_array(file := io.BytesIO(), pixels, version=(2, 0))
+    return file.getvalue()
+
+
 def bands(pixels: Pixels, **options: Any) -> bytes:
     options = {"photometric": "minisblack", "planarconfig": "contig", **options}
     pytest.importorskip("tifffile").imwrite(file := io.BytesIO(), pixels, **options)
@@ -47,8 +52,11 @@ def planes(pixels: Pixels, **options: Any) -> bytes:
 
 FILES: dict[str, Callable[[Pixels], bytes]] = {
     "npy": array,
+    "npy of version 2": lambda pixels: version_2(pixels),
     "npy by columns": lambda pixels: array(np.asfortranarray(pixels)),
     "TIFF": bands,
+    "big-endian TIFF": lambda pixels: bands(pixels, byteorder=">"),
+    "big-endian big TIFF": lambda pixels: bands(pixels, byteorder=">", bigtiff=True),
     "TIFF of strips, compressed": lambda pixels: bands(pixels, rowsperstrip=7, compression="zlib", predictor=True),
     "TIFF of tiles": lambda pixels: bands(pixels, tile=(16, 16), compression="zlib"),
     "TIFF of planes": lambda pixels: planes(pixels, compression="zlib"),
@@ -87,6 +95,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "a huge header": (
         lambda: array(IMAGE).replace(b"(30, 22, 5)", b"(30, 9999999, 5)"),
         "its pixels have 1,499,999,850 bytes, expected",
+    ),
+    "a huge header of floats": (
+        lambda: array(IMAGE.astype(np.float64)).replace(b"(30, 22, 5)", b"(30, 999999, 5)"),
+        "its pixels have 1,199,998,800 bytes, expected",
     ),
     "a damaged header": (lambda: array(IMAGE).replace(b"'shape'", b"'shapo'"), "Header does not contain"),
     "a photo": (lambda: Path(__file__).read_bytes(), "it is neither .npy nor TIFF, expected one of them for 5"),
@@ -225,3 +237,12 @@ def test_a_model_of_five_channels_is_used_like_any_other(root: Path, tmp_path: P
     export_folder(predictor, run, tmp_path / "timm")
     assert "Images: 5x16x16 (channels, height, width)" in (tmp_path / "timm" / "README.md").read_text()
     show((*words, "augment=none", "batch=6"), images=1, epochs=1, out=str(tmp_path / "show.png"))
+
+
+def test_a_file_of_several_bands_that_is_read_as_a_photo_names_the_key_for_it(tmp_path: Path) -> None:
+    formats = "JPEG, PNG, WEBP, GIF, BMP, DIB, PPM, TIFF, AVIF"
+    hint = "; a TIFF of several bands is read with dataset.channels=N"
+    for content, words in ((bands(IMAGE), hint), (bands(IMAGE, byteorder=">"), hint), (array(IMAGE), "")):
+        with pytest.raises(ValueError, match=r"^cannot identify image file") as caught:
+            ImageFile.of(content)
+        assert str(caught.value) == f"cannot identify image file, expected one of {formats}{words}"

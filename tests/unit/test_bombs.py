@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import lzma
 import re
 import resource
 import struct
@@ -428,3 +429,27 @@ def test_as_much_as_is_allowed_is_read_and_one_more_is_refused(content: Callable
     ImageFile.of(content(0))
     with pytest.raises(ValueError, match=says):
         ImageFile.of(content(1))
+
+
+TILE_BYTES = 64 * 48 * 5
+
+
+@pytest.mark.parametrize(
+    ("code", "compress"),
+    [(8, zlib.compress), (32946, zlib.compress), (34925, lzma.compress)],
+    ids=["Deflate", "older Deflate", "LZMA"],
+)
+@pytest.mark.parametrize("planes", [False, True])
+def test_a_tile_that_inflates_to_more_than_twice_its_size_is_refused_wherever_it_is(
+    code: int, compress: Callable[[bytes], bytes], planes: bool
+) -> None:
+    pytest.importorskip("tifffile")
+    size = 2 * (64 * 48 if planes else TILE_BYTES)
+    tags: dict[str, list[int]] = {"t284": [2]} if planes else {}
+    fitting, bomb = compress(bytes(size // 2)), compress(bytes(size + 1))
+    parts = [fitting] * 4 + [bomb] if planes else [bomb]
+    file = ImageFile.of(bands({322: [64], 323: [48]}, parts, t259=[code], **tags), 5)
+    with pytest.raises(
+        ValueError, match=f"^a strip or tile of it has {size + 1:,} bytes, expected at most {size:,}$"
+    ):
+        file.stored(preprocessing(8, 8, 5))

@@ -310,11 +310,11 @@ def test_a_table_without_splits_has_examples_to_train_on_whatever_these_are_call
 
 
 def test_the_commonest_of_other_splits_are_named(root: Path) -> None:
-    others = list[str]()
+    lines = list[str]()
     for name, number in zip("uvwxyz", (1, 2, 6, 4, 3, 5), strict=True):
         shutil.copy(root / "a.png", root / f"{name}.png")
-        others += [f"{name}.png,cat,{name}"] * number
-    note = source(root, *LINES, *others).notes()[0]
+        lines += [f"{name}.png,cat,{name}"] * number
+    note = source(root, *LINES, *lines).notes()[0]
     path = root / "list.csv"
     assert note == f"{path}: skipped lines of other splits (6 'w', 5 'z', 4 'x', 3 'y', 2 'v')"
 

@@ -21,7 +21,7 @@ from torchvision.transforms.functional import to_tensor
 import lockstep
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.model_card import MOST_CHANNELS
-from lockstep.data.datasets.composed import TARGET_NAMES, groups_of, names_in, source_of, stored_targets
+from lockstep.data.datasets.composed import TARGET_NAMES, called, groups_of, names_in, source_of, stored_targets
 from lockstep.data.datasets.item import BrokenItem, pixels_of
 from lockstep.data.datasets.items import DatasetOption
 from lockstep.data.datasets.of_torchvision import TORCHVISION_SPLITS, Torchvision
@@ -593,3 +593,73 @@ def test_an_image_may_have_the_most_channels_and_one_more_is_refused() -> None:
     assert pixels_of(np.zeros((8, 8, MOST_CHANNELS), np.uint8)).shape == (8, 8, MOST_CHANNELS)
     with pytest.raises(ValueError, match=r"expected \(height, width, channels\)"):
         pixels_of(np.zeros((8, 8, MOST_CHANNELS + 1), np.uint8))
+
+
+def test_the_bytes_of_an_item_are_those_of_its_pixels() -> None:
+    for form in (Image.fromarray, to_tensor):
+        split = option(Photos(form), Photos(form)).train()
+        assert [split.content(index) for index in (3, 0)] == [IMAGES[3].tobytes(), IMAGES[0].tobytes()]
+        assert split.name(3) == "item 3 of the training split"
+
+
+def test_a_method_that_runs_out_of_memory_is_no_mistake_of_the_data_and_one_of_a_library_has_no_line() -> None:
+    def exhausted() -> Any:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        called(SimpleNamespace(read=exhausted), "read")
+    assert called(SimpleNamespace(read=int), "read", "7") == 7
+    says = r"^dataset: SimpleNamespace\.read raised ValueError: .*'x' \(SimpleNamespace\)$"
+    with pytest.raises(InputError, match=says):
+        called(SimpleNamespace(read=int), "read", "x")
+
+
+class Columns:
+    """Like a table of Hugging Face's `datasets`, with an attribute of the name of a column that it does not have."""
+
+    column_names = ("image", "labels", "label")
+    targets = (7, 7, 7)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, key: str) -> list[int]:
+        return {"labels": [0, 1, 2], "label": [2, 1, 0]}[key]
+
+
+def test_the_targets_of_a_table_are_in_its_columns() -> None:
+    assert stored_targets(Columns()) == [0, 1, 2]
+    assert stored_targets(Subset(Columns(), [2, 0])) == [2, 0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("split", ["training", "evaluation", "test"])
+def test_random_items_are_said_of_their_split(split: str) -> None:
+    generator = np.random.default_rng(3)
+    random = Photos(lambda image: image[:, :: generator.choice([-1, 1])])
+    datasets_of = {name: random if name == split else Photos() for name in ("training", "evaluation", "test")}
+    notes = option(*datasets_of.values()).notes()
+    assert [note for note in notes if "random" in note] == [
+        f"the Dataset of the {split} split draws random numbers of its own, so a run is only the same up to them; "
+        "the option augment draws the same ones everywhere"
+    ]
+    assert option(*datasets_of.values()).changes == (split == "training")
+
+
+def test_a_stored_size_of_items_is_a_height_and_a_width() -> None:
+    source = option(Photos(), Photos(), decode_size=[4, 5], channels=1)
+    assert (source.image_shape, source.train().fetch([0]).shape) == ((1, 4, 5), (1, 1, 4, 5))
+    oblong = Photos(lambda image: image[:, :4])
+    assert option(oblong, oblong).image_shape == (3, SIDE, 4)
+
+
+def test_numbers_of_classes_have_no_gaps_and_targets_without_names_are_called_as_their_kind() -> None:
+    with pytest.raises(
+        InputError, match=r"^dataset: item 1 of the training split has the label '2', but numbered cla"
+    ):
+        option(Photos(targets=[0, 2, 0]), Photos()).train()
+    for targets, kind, names in (
+        ([0.5, 1.0], "values", ("value",)),
+        ([[0.5, 1.0]] * 2, "values", ("value_0", "value_1")),
+        ([[0.0, 1.0]] * 2, "labels", ("label_0", "label_1")),
+    ):
+        assert option(Photos(targets=targets), Photos(targets=targets), targets=kind).class_names == names

@@ -21,7 +21,7 @@ from helpers import ROOT, decoded, preprocessing
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.files import FileSplit
-from lockstep.data.datasets.preprocess import preprocess
+from lockstep.data.datasets.preprocess import preprocess, to_rgb
 from lockstep.inference.images import stored_image
 
 REAL = ROOT.parent / "shared" / "data" / "imagenet_samples.tar.gz"
@@ -428,3 +428,9 @@ def test_of_a_tiny_share_of_a_photo_the_model_sees_its_middle_pixel() -> None:
     pixels = preprocess(photo, {**FACTS, "eval_crop": 0.01})
     assert pixels.shape == (1, 3, 4, 4)
     assert (pixels == np.asarray(photo)[4, 4][None, :, None, None]).all()
+
+
+def test_premultiplied_pixels_are_shown_on_white_as_others_are() -> None:
+    for mode, premultiplied in (("LA", "La"), ("RGBA", "RGBa")):
+        image = with_alpha(mode)
+        assert np.array_equal(to_rgb(image.convert(premultiplied)), to_rgb(image))

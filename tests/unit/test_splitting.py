@@ -598,14 +598,14 @@ def test_data_sets_of_the_same_files_are_listed_once_however_they_are_read(tmp_p
     usual = Folder(path=str(tmp_path))
     for options in ({"decode_size": 9}, {"skip": 3}, {"input_size": 8, "crop": 0.5}, {"fit": "pad"}):
         assert Folder(path=str(tmp_path), **options).place == usual.place  # type: ignore[arg-type]
-    others = [
+    different = [
         ImageNet(path=str(tmp_path), train_folder="auto", val_folder="auto", crop_from="square"),
         *(
             Folder(path=str(tmp_path), **options)  # type: ignore[arg-type]
             for options in ({"val_share": 0.5}, {"limit": 5}, {"test_folder": "x"}, {"group_pattern": "y"})
         ),
     ]
-    assert len({source.place for source in (usual, *others)}) == 1 + len(others)
+    assert len({source.place for source in (usual, *different)}) == 1 + len(different)
 
 
 SAID = {
@@ -648,3 +648,13 @@ def test_splits_that_exclude_each_other_are_named_with_what_to_do(case: str, tmp
     with pytest.raises(InputError) as caught:
         source.prepare()
     assert str(caught.value) == sentence.format(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "shared", "limited"), [(2, 1, 1), (3, 2, 2), (4, 2, 2), (5, 2, 3), (7, 4, 4), (9, 4, 5)]
+)
+def test_half_of_an_odd_number_is_rounded_as_in_earlier_versions(number: int, shared: int, limited: int) -> None:
+    """The next even number in a share, and the next larger one within a limit."""
+    examples = Examples([b"%d" % n for n in range(number)], torch.zeros(number, dtype=torch.int64), "a", "classes")
+    assert [examples.share(key, 0.5).sum() for key in ("val_share", "test_share")] == [shared] * 2
+    assert [examples.within(limit).sum() for limit in (0.5, 1e-6, 1.0)] == [limited, 1, number]

@@ -28,6 +28,7 @@ from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.targets import (
     SEPARATOR,
     as_numbers,
+    as_targets,
     class_notes,
     lists_note,
     names_of,
@@ -573,3 +574,65 @@ def test_few_images_to_evaluate_are_said_of_the_evaluation_split_alone(images: i
 def test_a_separator_is_one_to_ten_characters_in_one_line() -> None:
     for fits, texts in ((True, (";", " ", "x" * 10)), (False, ("", "x" * 11, "\n", "a\nb", None, 1))):
         assert [SEPARATOR.fits(text) for text in texts] == [fits] * len(texts)
+
+
+def test_all_rows_of_wrong_numbers_are_told_at_once() -> None:
+    rows = [[0], [0, 1], ["x", "y"], [0, 1, 2], [1, None]]
+    with pytest.raises(InputError) as caught:
+        as_numbers(rows, ("a", "b"), "row {}".format, binary=False)
+    rows_named = [re.findall(r"dataset: (row \d has \S+)", sentence)[0] for sentence in caught.value.args]
+    assert rows_named == ["row 0 has 1", "row 2 has 'x'", "row 2 has 'y'", "row 3 has 3", "row 4 has None"]
+
+
+def test_a_label_that_no_training_example_has_is_named_where_it_first_comes() -> None:
+    with pytest.raises(InputError) as caught:
+        as_targets(["a", "c", "d", "c", "d"], "classes", ("a", "b"), "row {}".format, ";")
+    assert [*caught.value.args] == [
+        f"dataset: row {row} has the label {label!r}, which no training example has; remove it"
+        for row, label in ((1, "c"), (2, "d"))
+    ]
+    with pytest.raises(InputError, match=r"^dataset: row 2 has the label 'c', which no training example has"):
+        as_targets([["a"], ["b", "a"], ["b", "c"], ["c"]], "labels", ("a", "b"), "row {}".format, ";")
+
+
+@pytest.mark.parametrize(
+    ("examples", "expected"),
+    [
+        ([["a", "b"], ["b", "a"]], [[1, 1], [1, 1]]),
+        ([["a"], ["b", "a"]], [[1, 0], [1, 1]]),
+        ([["a", "a"], ["b"]], [[1, 0], [0, 1]]),
+        ([["a", "a"], ["b", "a"]], None),
+    ],
+)
+def test_labels_that_come_twice_are_refused_where_they_may_be_numbers_for_each_label(
+    examples: list[list[str]], expected: list[list[int]] | None
+) -> None:
+    if expected is not None:
+        assert as_targets(examples, "labels", ("a", "b"), "row {}".format, ";").tolist() == expected
+        return
+    with pytest.raises(
+        InputError, match=r"^dataset: row 0 has the labels a, a, expected each label once; for a 0 or 1"
+    ):
+        as_targets(examples, "labels", ("a", "b"), "row {}".format, ";")
+
+
+@pytest.mark.parametrize(
+    ("names", "are_lists"),
+    [
+        (["cat/dog", "dog/cat"], True),
+        (["cat dog", "dog cat"], False),
+        (["cat/dog", "dog/cow"], False),
+        (["cat/dog", "dog/cow", "cow/cat"], True),
+        (["cat dog", "dog cow", "cow cat"], False),
+        (["cat dog", "dog", "cat"], True),
+        (["cat", "dog", "cow"], False),
+    ],
+)
+def test_names_with_at_most_as_many_parts_are_lists_and_with_fewer_words(names: list[str], are_lists: bool) -> None:
+    notes = lists_note(names, "labels", ";")
+    assert len(notes) == are_lists
+    parts = len({part for name in names for part in re.split("[/ ]", name)})
+    for note in notes:
+        assert note.startswith(
+            f"the names of the {len(names)} labels, such as '{names[0]}', look like lists of {parts} "
+        )
