@@ -784,3 +784,25 @@ def test_an_image_that_ends_the_decoding_says_where_for_other_ranks() -> None:
         with pytest.raises(InputError, match=r"^dataset: no image 250") as caught:
             decode_all(split, World.solo(), threads=threads)
         assert "in fetch" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory on Linux")
+@pytest.mark.parametrize("reached", ["another file", "no process", "nothing"])
+def test_ranks_that_cannot_reach_the_memory_of_their_neighbours_decode_all_images_themselves(
+    reached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = os.memfd_create
+    if reached == "another file":  # as on another machine of the same name
+        monkeypatch.setattr(os, "memfd_create", lambda name: create(f"other-{name}"))
+    elif reached == "no process":
+        monkeypatch.setattr(os, "getpid", lambda: 2**30)
+    else:
+        monkeypatch.delattr(os, "memfd_create")
+
+    def decoded(here: World) -> tuple[int, bool]:
+        own: Any = Numbered()
+        neighbour = replace(here, control=object(), local_peer_pids={1 - here.rank: 0})
+        images, _ = decode_all(own, neighbour, threads=1)
+        return len(own.read), torch.equal(images, Numbered().fetch([*range(300)]))
+
+    assert ThreadRanks(2, monkeypatch).run(decoded) == [(300, True)] * 2
