@@ -282,3 +282,27 @@ def test_adaptive_clipping_is_as_in_timm(scale: float) -> None:
     torch.testing.assert_close(own, expected)
     assert torch.equal(own[-2], before[-2]), "the head is not clipped"
     assert AGC.every_rank, "each rank has its own gradients"
+
+
+@pytest.mark.parametrize(
+    ("image", "seen", "typed", "stored"),
+    [
+        ((60, 44), (48, 32), "auto", (60, 44)),
+        ((60, 44), (48, 32), [48, 32], (60, 44)),
+        ((60, 44), (48, 32), [32, 48], (36, 54)),
+        ((60, 44), (48, 32), [40, 32], (45, 36)),
+        ((70, 70), (64, 64), 64, (70, 70)),
+        ((70, 70), (64, 64), 48, (70, 70)),
+        (None, (64, 64), 48, (256, 256)),
+        (None, (64, 64), 336, (384, 384)),
+        (None, (64, 64), None, (292, 292)),
+        (None, (48, 32), "auto", (54, 36)),
+    ],
+)
+def test_images_are_stored_as_for_the_weights_where_the_input_is_theirs_and_large_enough_elsewhere(
+    card: ModelCard, photos: Path, image: Any, seen: tuple[int, int], typed: Any, stored: tuple[int, int]
+) -> None:
+    """The evaluated share of these weights is 0.875."""
+    trained = replace(card, image_shape=image and (3, *image), input_shape=(3, *seen), eval_crop=0.875)
+    source = with_sizes(Folder(path=str(photos), input_size=typed, fit="crop"), trained)
+    assert source.image_shape[1:] == stored

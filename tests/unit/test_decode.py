@@ -200,17 +200,17 @@ def test_a_split_asks_for_the_boxes_of_its_seed_epoch_and_examples_by_their_heig
 ) -> None:
     for number in range(3):
         photograph(20 + number, 40).save(tmp_path / f"{number}.png")
-    wanted: list[object] = []
+    requested: list[object] = []
 
     def boxes(draws: SampleRNG, sizes: torch.Tensor) -> torch.Tensor:
-        wanted.append((draws.seed, draws.epoch, draws.indices.tolist(), sizes.tolist()))
+        requested.append((draws.seed, draws.epoch, draws.indices.tolist(), sizes.tolist()))
         return torch.tensor([[0, 0, 10, 30]]).expand(len(sizes), 4)
 
     paths = [tmp_path / f"{number}.png" for number in range(3)]
     crop = Crop(boxes, seed=seed, size=(5, 9))
     split = FileSplit(paths, torch.zeros(3), preprocessing(8, 8, interpolation="bicubic"), crop=crop)
     images = split.fetch([2, 3], epoch)
-    assert wanted == [(seed, epoch, [2, 3], [[22, 40], [20, 40]])]
+    assert requested == [(seed, epoch, [2, 3], [[22, 40], [20, 40]])]
     for image, path in zip(images, (paths[2], paths[0]), strict=True):
         expected = ImageFile.read(path).box((0, 0, 10, 30), (5, 9), "bicubic")
         assert np.array_equal(image, expected)
@@ -247,3 +247,12 @@ def test_no_file_stays_open_whether_it_can_be_read_or_not(tmp_path: Path) -> Non
 def test_a_split_that_reads_no_files_stays_as_it_is(tmp_path: Path) -> None:
     data, split = Folder(path=str(tmp_path), decode_size=8), ArraySplit(torch.zeros(1, 3, 8, 8), torch.zeros(1))
     assert data.read_as(split, data.preprocessing, Crop(RandomResizedCrop().boxes, seed=0, size=(4, 4))) is split
+
+
+def test_a_file_of_a_split_has_its_path_as_its_name_and_its_bytes_as_its_content(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.png", "b.jpg")]
+    for path in paths:
+        photograph(8, 8).save(path)
+    split = FileSplit(paths, torch.zeros(2), preprocessing(8, 8))
+    assert [split.name(index) for index in (1, 0)] == [str(paths[1]), str(paths[0])]
+    assert [split.content(index) for index in (1, 0)] == [paths[1].read_bytes(), paths[0].read_bytes()]

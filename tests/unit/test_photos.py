@@ -434,3 +434,15 @@ def test_premultiplied_pixels_are_shown_on_white_as_others_are() -> None:
     for mode, premultiplied in (("LA", "La"), ("RGBA", "RGBa")):
         image = with_alpha(mode)
         assert np.array_equal(to_rgb(image.convert(premultiplied)), to_rgb(image))
+
+
+@pytest.mark.parametrize("brand", [b"mif1", b"msf1"])
+def test_an_avif_of_a_general_brand_is_no_heic_photo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brand: bytes
+) -> None:
+    content = write("avif", tmp_path).read_bytes()
+    assert content[8:12] == b"avif"
+    assert b"avif" in content[16:64], "among the brands behind the main one"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no package for HEIC
+    general = content[:8] + brand + content[12:]
+    assert np.array_equal(decoded(ImageFile.of(general))[0], decoded(ImageFile.of(content))[0])
