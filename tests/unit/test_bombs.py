@@ -453,3 +453,10 @@ def test_a_tile_that_inflates_to_more_than_twice_its_size_is_refused_wherever_it
         ValueError, match=f"^a strip or tile of it has {size + 1:,} bytes, expected at most {size:,}$"
     ):
         file.stored(preprocessing(8, 8, 5))
+
+
+def test_a_large_photo_may_have_as_many_scans_as_cameras_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "SCANNED", 0)  # as if this one had very many pixels
+    assert ImageFile.of(scans(7, 16)).height == 16
+    with pytest.raises(ValueError, match=r"^it has 17 scans, expected at most 16$"):
+        ImageFile.of(scans(8, 16))

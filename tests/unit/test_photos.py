@@ -446,3 +446,9 @@ def test_an_avif_of_a_general_brand_is_no_heic_photo(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no package for HEIC
     general = content[:8] + brand + content[12:]
     assert np.array_equal(decoded(ImageFile.of(general))[0], decoded(ImageFile.of(content))[0])
+
+
+def test_a_frame_of_a_mean_beyond_black_and_white_is_black_or_white() -> None:
+    facts = {**FACTS, "input_shape": [3, 8, 8], "fit": "pad", "mean": [-0.5, 0.5, 1.5]}
+    pixels = preprocess(COLOURS.resize((8, 4)), facts)
+    assert (pixels[0, :, [0, 1, 6, 7]] == np.array([0, 128, 255])[None, :, None]).all()
