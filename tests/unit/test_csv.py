@@ -335,3 +335,14 @@ def test_a_table_in_another_encoding_says_what_is_wrong_with_its_bytes(root: Pat
         source(root).prepare()
     says = f"dataset.path: {root / 'list.csv'} is not in UTF-8 (invalid continuation byte); save it in UTF-8"
     assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(("gaps", "numbers"), [(False, "from 0 (or 1) without gaps"), (True, "from 0")])
+def test_a_number_of_no_class_is_answered_with_what_is_one(gaps: bool, numbers: str) -> None:
+    with pytest.raises(InputError) as caught:
+        class_names_of(["0", "1", "-1", "-1"], "line {}".format, gaps=gaps)
+    assert str(caught.value) == (
+        f"dataset: line 2 has the label '-1', but numbered classes are whole numbers {numbers}; correct it, remove "
+        "the example, write names (class_2), or use task=regression for numbers"
+    )
+    assert class_names_of(["5", "0"], "line {}".format, gaps=True) == ("0", "5")

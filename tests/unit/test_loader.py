@@ -787,7 +787,7 @@ def test_an_image_that_ends_the_decoding_says_where_for_other_ranks() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory on Linux")
-@pytest.mark.parametrize("reached", ["another file", "no process", "nothing"])
+@pytest.mark.parametrize("reached", ["another file", "no process", "nothing", "by one rank alone"])
 def test_ranks_that_cannot_reach_the_memory_of_their_neighbours_decode_all_images_themselves(
     reached: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -796,8 +796,17 @@ def test_ranks_that_cannot_reach_the_memory_of_their_neighbours_decode_all_image
         monkeypatch.setattr(os, "memfd_create", lambda name: create(f"other-{name}"))
     elif reached == "no process":
         monkeypatch.setattr(os, "getpid", lambda: 2**30)
-    else:
+    elif reached == "nothing":
         monkeypatch.delattr(os, "memfd_create")
+    else:
+        from_file, number = torch.from_file, itertools.count()
+
+        def mapped(*place: Any, **how: Any) -> torch.Tensor:
+            if next(number):
+                raise OSError("no memory")
+            return from_file(*place, **how)
+
+        monkeypatch.setattr(torch, "from_file", mapped)
 
     def decoded(here: World) -> tuple[int, bool]:
         own: Any = Numbered()

@@ -396,7 +396,7 @@ def test_a_pattern_that_names_no_shard_to_train_on_is_answered_with_its_keys_alo
 def test_hidden_members_are_counted_and_folders_are_no_members(tmp_path: Path) -> None:
     files = {"x/._é.png": b"x", ".y/é.png": b"x", "x/notes.txt": b"x", "./é.png": png(10), "./é.cls": b"1"}
     for split in ("train", "val"):
-        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+        with tarfile.open(tmp_path / f"{split}.tar", "w", format=tarfile.GNU_FORMAT) as tar:
             (folder := tarfile.TarInfo("x")).type = tarfile.DIRTYPE
             tar.addfile(folder)
             for name, content in files.items():
@@ -443,6 +443,16 @@ def test_values_are_called_as_the_fields_that_have_them(
         (b'{"x": 1}', ["x", "y"], r"^dataset\.label_keys: .*train\.tar:0\.json has no 'y'; name a field that every"),
         (
             b"[1]",
+            ["x"],
+            r"^dataset\.label_keys: .*train\.tar:0\.json has no 'x'; .* with dataset.label_keys=\[NAME\]$",
+        ),
+        (
+            b"5",
+            ["x"],
+            r"^dataset\.label_keys: .*train\.tar:0\.json has no 'x'; .* with dataset.label_keys=\[NAME\]$",
+        ),
+        (
+            b'"x"',
             ["x"],
             r"^dataset\.label_keys: .*train\.tar:0\.json has no 'x'; .* with dataset.label_keys=\[NAME\]$",
         ),
@@ -503,3 +513,20 @@ def test_what_a_library_says_in_several_lines_is_one_sentence(saved: Path, monke
     )
     with pytest.raises(InputError, match=says):
         HF(path=str(saved)).prepare()
+
+
+def test_classes_of_a_saved_table_may_be_read_as_values(saved: Path) -> None:
+    source = HF(path=str(saved), targets="values")
+    assert (source.class_names, source.classes) == (("label",), 1)
+    assert source.train().labels.tolist() == [[0.0], [1.0]] * 3
+
+
+def test_a_missing_image_and_an_empty_one_are_other_data(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    seen = list[object]()
+    for name, image in (("missing", None), ("empty", {"bytes": b"", "path": None})):
+        rows = {"image": [{"bytes": png(n), "path": None} for n in range(4)] + [image], "label": [*"abab", "a"]}
+        datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / name)
+        seen.append(HF(path=str(tmp_path / name), val_share=0.5).fingerprint())
+    assert seen[0] != seen[1]

@@ -303,6 +303,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         lambda manifest: manifest.update(classes=[]),
         lambda manifest: manifest.update(shape=[3, 0, 8]),
         lambda manifest: manifest.update(mean=[0.5]),
+        lambda manifest: manifest.update(std=[0.2]),
         lambda manifest: manifest.update(mean=[0.5, 0.5], std=[0.2, 0.2]),
         lambda manifest: manifest["splits"].pop("val"),
         lambda manifest: manifest["splits"].update(other=manifest["splits"]["val"]),
@@ -482,10 +483,10 @@ def test_a_pack_makes_the_folders_above_it_and_tells_how_far_it_is(tmp_path: Pat
     assert [path.name for path in target.parent.iterdir()] == ["target[1]"]
 
 
-def test_classes_without_names_are_called_by_their_numbers(tmp_path: Path) -> None:
+def test_classes_without_names_are_called_by_their_numbers_and_folders_are_made(tmp_path: Path) -> None:
     source = Digits(limit=20)
-    packed.pack_source(source, tmp_path / "target", threads=1, advanced=lambda number: None)
-    own = Packed(path=str(tmp_path / "target"))
+    packed.pack_source(source, tmp_path / "new" / "folder" / "target", threads=1, advanced=lambda number: None)
+    own = Packed(path=str(tmp_path / "new" / "folder" / "target"))
     assert own.class_names == tuple(map(str, range(10)))
     assert (own.mean, own.std, own.image_shape) == (source.mean, source.std, (1, 8, 8))
     assert torch.equal(own.train().images, source.train().images)

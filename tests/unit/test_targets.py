@@ -601,7 +601,7 @@ def test_a_label_that_no_training_example_has_is_named_where_it_first_comes() ->
         ([["a", "b"], ["b", "a"]], [[1, 1], [1, 1]]),
         ([["a"], ["b", "a"]], [[1, 0], [1, 1]]),
         ([["a", "a"], ["b"]], [[1, 0], [0, 1]]),
-        ([["a", "a"], ["b", "a"]], None),
+        ([["a", "b"], ["a", "a"]], None),
     ],
 )
 def test_labels_that_come_twice_are_refused_where_they_may_be_numbers_for_each_label(
@@ -611,7 +611,7 @@ def test_labels_that_come_twice_are_refused_where_they_may_be_numbers_for_each_l
         assert as_targets(examples, "labels", ("a", "b"), "row {}".format, ";").tolist() == expected
         return
     with pytest.raises(
-        InputError, match=r"^dataset: row 0 has the labels a, a, expected each label once; for a 0 or 1"
+        InputError, match=r"^dataset: row 1 has the labels a, a, expected each label once; for a 0 or 1"
     ):
         as_targets(examples, "labels", ("a", "b"), "row {}".format, ";")
 
@@ -636,3 +636,12 @@ def test_names_with_at_most_as_many_parts_are_lists_and_with_fewer_words(names: 
         assert note.startswith(
             f"the names of the {len(names)} labels, such as '{names[0]}', look like lists of {parts} "
         )
+
+
+def test_three_labels_that_come_twice_are_names_and_no_numbers_for_each_label() -> None:
+    labels = as_targets([["a", "b", "c"], ["c", "c", "a"]], "labels", ("a", "b", "c"), "row {}".format, ";")
+    assert labels.tolist() == [[1, 1, 1], [1, 0, 1]]
+    with pytest.raises(
+        InputError, match=r"^dataset: row 0 has the labels a, b, a, expected each label once; for a 0 "
+    ):
+        as_targets([["a", "b", "a"]] * 2, "labels", ("a", "b", "c"), "row {}".format, ";")
