@@ -306,3 +306,37 @@ def test_images_are_stored_as_for_the_weights_where_the_input_is_theirs_and_larg
     trained = replace(card, image_shape=image and (3, *image), input_shape=(3, *seen), eval_crop=0.875)
     source = with_sizes(Folder(path=str(photos), input_size=typed, fit="crop"), trained)
     assert source.image_shape[1:] == stored
+
+
+@pytest.mark.parametrize(
+    ("own", "fit", "share"),
+    [
+        ("pad", "pad", 0.8),
+        ("squash", "squash", 0.8),
+        ("crop", "pad", 0.8),
+        ("pad", "crop", 1.0),
+        ("squash", "pad", 1.0),
+    ],
+)
+def test_the_share_that_weights_are_evaluated_on_is_for_whole_photos_of_the_same_fit_alone(
+    card: ModelCard, photos: Path, own: str, fit: str, share: float
+) -> None:
+    trained = replace(card, fit=fit, eval_crop=0.8)
+    assert with_sizes(Folder(path=str(photos), fit=own), trained).eval_crop == share
+    assert with_sizes(Folder(path=str(photos), fit=own, crop=0.9), trained).eval_crop == 0.9
+
+
+@pytest.mark.parametrize("seen", [(64, 48), (48, 64), (64, 64)])
+def test_an_input_of_weights_that_equals_the_stored_size_in_one_side_is_kept(
+    card: ModelCard, photos: Path, seen: tuple[int, int]
+) -> None:
+    trained = replace(card, input_shape=(3, *seen))
+    source: Any = with_sizes(Folder(path=str(photos), decode_size=64), trained)
+    assert source.input_shape == (3, *seen)
+    assert (source.input_size is None) == (seen == (64, 64))
+
+
+def test_whole_photos_without_a_size_are_stored_as_they_are_usually_seen() -> None:
+    for fit, side in (("pad", 224), ("squash", 224), ("crop", 256)):
+        for size in ("auto", None):
+            assert Folder(path="nowhere", fit=fit, input_size=size).image_shape == (3, side, side)

@@ -271,3 +271,9 @@ def test_classes_of_one_size_come_in_another_order_in_each_epoch_and_for_each_se
     assert [sorted(order) for order in orders] == [[*range(40)]] * 4
     assert orders[0] == orders[3]
     assert len({*map(tuple, orders)}) == 3
+
+
+def test_every_example_of_a_large_class_comes_in_some_epoch() -> None:
+    n, large = len(LABELS), (COUNTS.index(50) == LABELS).nonzero().flatten().tolist()
+    seen = {number for epoch in range(60) for number in (balanced_order(1, epoch, LABELS) % n).tolist()}
+    assert seen.issuperset(large)
