@@ -256,3 +256,11 @@ def test_a_file_of_a_split_has_its_path_as_its_name_and_its_bytes_as_its_content
     split = FileSplit(paths, torch.zeros(2), preprocessing(8, 8))
     assert [split.name(index) for index in (1, 0)] == [str(paths[1]), str(paths[0])]
     assert [split.content(index) for index in (1, 0)] == [paths[1].read_bytes(), paths[0].read_bytes()]
+
+
+def test_a_whole_photo_for_print_has_pillows_pixels_to_the_bit(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    file = saved(tmp_path, Image.fromarray(noise).convert("CMYK"))
+    with Image.open(tmp_path / "image.jpg") as image:
+        expected = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+    assert np.array_equal(file.stored(preprocessing(40, 60)), expected)

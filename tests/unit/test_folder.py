@@ -419,13 +419,22 @@ def test_files_that_are_left_out_are_counted_in_words(number: int, says: str) ->
     assert equal.endswith(f"({number:,} .a, {number:,} .b)")
 
 
-def test_a_folder_of_links_to_itself_is_read_once_by_a_relative_path_too(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_link_to_a_folder_above_the_one_where_one_works_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (root / "train" / "cat" / "again").symlink_to(root)
-    (root / "train" / "cat" / "zoo").mkdir()
-    Image.new("RGB", (8, 8)).save(root / "train" / "cat" / "zoo" / "1.png")
-    monkeypatch.chdir(root)
+    place = tmp_path / "outer" / "inner"
+    for split in ("train", "val"):
+        fill(place / split, cat=[1, 2], ant=[3])
+    (place / "train" / "cat" / "again").symlink_to(tmp_path / "outer")
+    Image.new("RGB", (8, 8)).save(tmp_path / "outer" / "4.png")
+    monkeypatch.chdir(place)
     folder = Folder(path=".", train_folder="train", val_folder="val", decode_size=8)
-    assert len(folder.train()) == 7
-    assert "1 links back to a folder above" in folder.notes()[0]
+    assert (len(folder.train()), len(folder.eval())) == (3, 3)
+    assert folder.notes()[0] == "train: skipped 1 other file (1 links back to a folder above)"
+
+
+def test_folders_without_one_to_train_on_are_classes_also_a_level_below(tmp_path: Path) -> None:
+    for place in ("photos/val/lamp", "photos/val/mug", "photos/other/lamp"):
+        (tmp_path / place).mkdir(parents=True)
+    located = Folder(path=str(tmp_path)).located()
+    assert (located.train_folder, located.val_folder, located.val_share) == ("photos", "none", 0.1)
