@@ -1,5 +1,6 @@
 """Stochastic weight averaging: the mean is torch's, of the weights that it should be of, with torch's statistics."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
 
-from helpers import records, refusal, train_here
+from helpers import records, refusal, resolved, train_here
 from lockstep.core.plan import Averaging
 from lockstep.core.world import World
-from lockstep.training.averages import SWA
+from lockstep.training.averages import EMA, SWA, build_average
+from lockstep.training.resolved_job import plan_of
 from thread_ranks import ThreadRanks
 
 
@@ -90,6 +92,52 @@ def test_a_batch_norm_without_running_statistics_has_none_to_renew() -> None:
     assert [norm for norm, _ in ours.norms] == [ours.module[2]]
     ours.renew_statistics((), [torch.randn(8, 3, 4, 4)], 1, nn.Module.__call__, World.solo())
     assert ours.module[2].num_batches_tracked == 1
+
+
+def test_nothing_is_dropped_while_the_statistics_are_computed_and_each_module_has_its_mode_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm2d(3), nn.Dropout(0.5))
+    ours = SWA(model, None, Averaging(1, 1, 3))
+    modes = [True, False, True, False]
+    for module, training in zip(ours.module.modules(), modes, strict=True):
+        module.training = training
+    images = torch.randn(8, 3, 6, 6)
+    ours.module[1].running_mean.fill_(7)
+    ours.renew_statistics((), [images], 1, nn.Module.__call__, World.solo())
+    torch.testing.assert_close(ours.module[1].running_mean, images.mean((0, 2, 3)))
+    torch.testing.assert_close(ours.module[1].running_var, images.transpose(0, 1).flatten(1).var(1))
+    assert [module.training for module in ours.module.modules()] == modes
+
+
+def test_a_buffer_with_one_infinite_number_is_copied_and_its_counter_is_no_mean() -> None:
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("bounds", torch.tensor([0.0, torch.inf]))
+    average = EMA(model, 0.5)
+    for number in (2.0, 4.0):
+        model.bounds[0] = model.running_mean[0] = model.num_batches_tracked[...] = number
+        average.update_parameters(model)
+    own = average.module.state_dict()
+    assert own["bounds"].tolist() == [4, torch.inf]
+    assert (own["running_mean"][0], own["num_batches_tracked"]) == (3, 4)
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_the_average_of_a_job_has_its_decay_its_steps_and_its_images(warmup: bool) -> None:
+    def average_of(*words: str) -> EMA:
+        job = resolved(*JOB, *words)
+        return build_average(job, plan_of(job, 50), model, copy.deepcopy(model))
+
+    model = network()
+    ema = average_of("train.ema=0.75", "train.ema_every=3", f"train.ema_warmup={warmup}")
+    assert (type(ema), ema.steps, ema.start) == (EMA, None, 1)
+    assert [ema.due(step) for step in range(1, 8)] == [True, False, False, True, False, False, True]
+    assert [ema.share(update) for update in (1, 2, 50)] == pytest.approx([1, 1 - 3 / 12 if warmup else 0.25, 0.25])
+    mean = average_of("train.swa_from=6", "train.swa_every=2", "train.swa_images=40")
+    assert (type(mean), mean.steps, mean.start, mean.images) == (SWA, Averaging(6, 2, 12), 6, 40)
+    assert [step for step in range(1, 13) if mean.due(step)] == [6, 8, 10, 12]
+    assert [mean.share(update) for update in (1, 2, 4)] == [1, 1 / 2, 1 / 4]
+    assert [norm for norm, _ in mean.norms] == [mean.module[1], mean.module[4]]
+    assert [of_model for _, of_model in mean.norms] == [model[1], model[4]]
 
 
 FAKE = ("dataset=fake", "dataset.examples=50", "dataset.size=16", "dataset.classes=4", "model=test_resnet")

@@ -1,6 +1,7 @@
 """Checks of the weights, on one rank and between ranks."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from lockstep.core.errors import LockstepError, NumericalError
 from lockstep.core.model import infinite_buffers
 from lockstep.core.world import World
-from lockstep.training.agreement import check_finite, check_replicas, checksum, compare_weights
+from lockstep.training.agreement import check_finite, check_replicas, checksum, checksums, compare_weights
 from thread_ranks import ThreadRanks
 
 
@@ -112,3 +113,46 @@ def test_all_find_a_number_not_finite_on_one_rank(name: str, broken: int, monkey
         return True
 
     assert all(ThreadRanks(3, monkeypatch).run(check))
+
+
+def test_weights_that_differ_or_are_not_finite_have_their_cause_and_a_remedy() -> None:
+    with pytest.raises(LockstepError) as differ:
+        compare_weights([3, 4, 4, 3, 3], 1200)
+    assert str(differ.value) == (
+        "the weights of ranks 1, 2 differ from the others' at step 1200: memory or a device failed, or code changed "
+        "one replica alone; resume=latest continues from the last checkpoint, which is older"
+    )
+    compare_weights([], 1)
+    compare_weights([4, 4], 1)
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.bias, float("nan"))
+    with pytest.raises(NumericalError) as broken:
+        check_finite(model, World.solo(), 7)
+    assert str(broken.value) == (
+        "the weights are not finite after step 7; a smaller optimizer.lr, train.clip_norm=1 or schedule.warmup=5% "
+        "are the usual remedies"
+    )
+
+
+def test_weights_that_exist_once_have_no_sums_and_replicas_one_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checksums(replica(), World.solo()) is None
+    away = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    assert checksums(away, replace(World.solo(), size=2)) is None
+
+    def sums(world: World) -> list[int]:
+        model = replica()
+        model[0].bias.data += world.rank
+        of_ranks = checksums(model, world)
+        assert of_ranks is not None
+        assert (of_ranks.dtype, int(of_ranks[world.rank])) == (torch.int64, int(checksum(model)))
+        return of_ranks.tolist()
+
+    first, *further = ThreadRanks(3, monkeypatch).run(sums)
+    assert further == [first] * 2
+    assert len({*first}) == 3
+
+
+def test_whole_numbers_are_neither_averaged_nor_broken() -> None:
+    model = nn.BatchNorm1d(2)
+    model.num_batches_tracked.fill_(2**62)
+    check_finite(model, World.solo(), 7)

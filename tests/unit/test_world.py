@@ -4,6 +4,7 @@ import os
 import resource
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_ranks_join_their_group_and_leave_it() -> None:
         assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize(("busy", "waits"), [(0.05, False), (0.2, True), (0.9, True)])
+@pytest.mark.parametrize(("busy", "waits"), [(0.05, False), (0.1, False), (0.2, True), (0.9, True)])
 def test_steps_over_a_tenth_of_a_second_are_long(busy: float, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def can_wait(world: World) -> tuple[bool, float | None]:
         consensus = StopConsensus(world)
@@ -160,6 +161,38 @@ def test_steps_over_a_tenth_of_a_second_are_long(busy: float, waits: bool, monke
         return consensus.can_wait, consensus.longest_s
 
     assert ThreadRanks(2, monkeypatch).run(can_wait) == [(waits, busy)] * 2
+
+
+class Unfinished:
+    """A collective that is done once it is waited for."""
+
+    def __init__(self, message: torch.Tensor) -> None:
+        self.message, self.waits = message, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.message.copy_(torch.tensor([0, 1, 50_000]))  # the largest requests, and the microseconds of a busy rank
+
+
+def test_a_message_is_read_when_it_has_arrived_and_each_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[tuple[list[int], Unfinished]]()
+
+    def all_reduce(message: torch.Tensor, op: object, group: object, async_op: bool) -> Unfinished:
+        assert (op, group, async_op) == (dist.ReduceOp.MAX, "control", True)
+        sent.append((message.tolist(), Unfinished(message)))
+        return sent[-1][1]
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    control: Any = "control"
+    consensus = StopConsensus(replace(World.solo(), size=2, control=control))
+    assert consensus.agree(False, False, busy=0.025) == [False, True], "the first one is waited for"
+    assert consensus.longest_s == 0.05
+    assert consensus.agree(True, False, busy=1e-6) == [False, False], "and a later one is read a step later"
+    assert consensus.agree(False, False) == [False, True]
+    assert [values for values, _ in sent] == [[0, 0, 25_000], [1, 0, 1], [0, 0, 0]]
+    for _ in range(2):
+        consensus.close()
+    assert [work.waits for _, work in sent] == [1, 1, 1]
 
 
 def test_values_are_gathered_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
