@@ -20,6 +20,7 @@ from lockstep.core.world import World
 from lockstep.optim import SGD, AdamW
 from lockstep.training import banner
 from lockstep.training.network import Freezing
+from lockstep.training.objects import ModelObject
 from lockstep.training.resolved_job import ResolvedJob, plan_of
 from lockstep.training.train_state import Progress
 
@@ -118,6 +119,55 @@ def test_the_files_of_a_run_take_no_more_than_it_says(tmp_path: Path) -> None:
     assert keeps.startswith("the newest 1 checkpoint and the best 2, about")
 
 
+def test_the_state_of_an_optimizer_is_that_of_what_it_trains_by_dimensions_and_in_its_format() -> None:
+    model = nn.Sequential(nn.Linear(10, 3), nn.Linear(3, 2))
+    frozen = model[0].requires_grad_(False)
+    assert banner.state_bytes(AdamW(), model) == 2 * 4 * (6 + 2), "none for a layer that is frozen"
+    frozen.requires_grad_(True)
+    assert banner.state_bytes(AdamW(), model.bfloat16()) == 2 * 2 * (33 + 8)
+    assert banner.state_bytes(OfMatrices(), model.float()) == 4 * (30 + 6), "a bias has none"
+    assert banner.state_bytes(SGD(momentum=0.0), model) == 0
+    before = torch.get_rng_state()
+    assert banner.state_bytes(Drawing(), model) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_checkpoint_has_the_buffers_too_and_one_of_an_unknown_optimizer_the_weights_at_least() -> None:
+    model = nn.BatchNorm1d(3, affine=False)
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    words = ("checkpoint.keep=1", "checkpoint.keep_best=1", "optimizer=sgd", "optimizer.momentum=0.9")
+    job = resolved(*JOB, *words, "train.ema=null")
+    tensors = 4 * 3 * 3 + 8  # the scale, both statistics, and their counter
+    assert banner.sizes_of_checkpoints(job, model)[0] == tensors + 4 * 3
+    unknown = banner.sizes_of_checkpoints(replace(job, optimizer=Unknown()), model)
+    headers = 20_000 + (2 * 4 + 3) * 500
+    assert unknown == (None, pytest.approx(1.05 * (4 * tensors + 7 * headers)))
+
+
+class OfMatrices(SGD):
+    """An optimizer that keeps something for matrices alone."""
+
+    def make(self, groups: Any) -> torch.optim.Optimizer:
+        class Own(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                for parameter in self.param_groups[0]["params"]:
+                    kept_of_it = torch.zeros_like(parameter) if parameter.dim() > 1 else torch.zeros(())
+                    self.state[parameter] = {"own": kept_of_it, "number": 7}
+
+        return Own(groups, lr=0.1)
+
+
+class Drawing(SGD):
+    """An optimizer that draws numbers in its step."""
+
+    def make(self, groups: Any) -> torch.optim.Optimizer:
+        class Own(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                torch.rand(3)
+
+        return Own(groups, lr=0.1)
+
+
 class Unknown(SGD):
     """An optimizer that needs the real model."""
 
@@ -146,7 +196,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def started(run: RunDir, job: ResolvedJob, *, origin: str = "", test: int | None = None, **changed: Any) -> None:
     """Say the start of a run on 30 examples."""
-    labels = torch.arange(30) % 3
+    labels = torch.arange(30) % job.dataset.classes
     model, plan = nn.Linear(1000, 1), replace(plan_of(job, 30), **changed)
     sizes = {0: (8, 8), 5: (16, 8)}
     train, val = (Split(labels) for _ in range(2))
@@ -181,7 +231,7 @@ def test_the_start_of_a_run_says_all_that_makes_it(
     assert rows["run"] == "runs/a"
     assert rows["model"] == "Linear, 1 k parameters, random weights"
     assert rows["data"] == "Fake, 30 to train on, 30 to evaluate, 3 classes, 3x8x8"
-    assert rows["input"].endswith(" (all of it fits); augmentation: none") or "all of it fits" in rows["input"]
+    assert rows["input"] == f"{job.loader} (all of it fits); augmentation: {job.augment}"
     assert rows["ranks"] == "1 process on the CPU, 1 thread, float32"
     assert rows["optimizer"] == "SGD, lr 0.125, Constant"
     assert rows["loss"] == "CrossEntropy"
@@ -192,6 +242,35 @@ def test_the_start_of_a_run_says_all_that_makes_it(
     assert "30 to evaluate, 9 to test, 3 classes" in rows["data"]
     assert rows["steps"].startswith("6 of global batch 10 in 2 micro-batches: 2 epochs")
     assert rows["from"] == "weights of a.safetensors, step 0"
+
+
+def test_the_start_of_a_run_on_photos_says_their_folder_and_whose_weights_it_begins_with(
+    tmp_path: Path, rows: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
+    run, job = run_dir(tmp_path / "run", *JOB), resolved(*PHOTOS, "model=resnet18", "batch=10")
+    started(run, job)
+    assert rows["data"].startswith("Folder photos, 30 to train on, 30 to evaluate, lamp 15+15, mug 15+15, 3x")
+    assert rows["model"] == "resnet18, 1 k parameters, random weights"
+    started(run, replace(job, model=replace(job.model, pretrained=True)))  # type: ignore[call-arg]
+    assert rows["model"] == "resnet18(pretrained=True), 1 k parameters"
+
+
+def test_a_task_that_is_not_the_usual_one_stands_beside_its_loss(tmp_path: Path, rows: dict[str, str]) -> None:
+    words = (*JOB, "batch=10", "task=multilabel")
+    started(run_dir(tmp_path / "run", *words), resolved(*words))
+    assert rows["loss"] == "BCE, Multilabel"
+
+
+def test_data_of_a_program_has_the_name_of_its_type(tmp_path: Path, rows: dict[str, str]) -> None:
+    job = resolved(*JOB, "batch=10")
+    scans = SimpleNamespace(type="Scans", path=None, classes=3, class_names=(), input_shape=(3, 8, 8))
+    vars(scans).update(image_shape=(3, 8, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(banner, "is_object", lambda part: part is scans)
+        patch.setattr(banner, "named", lambda part, *_: "Scans" if part is scans else "other")
+        started(run_dir(tmp_path / "run", *JOB), replace(job, dataset=scans))  # type: ignore[arg-type]
+    assert rows["data"].startswith("Scans, 30 to train on")
 
 
 @pytest.mark.parametrize(
@@ -253,6 +332,8 @@ def test_a_key_that_a_resume_changes_is_told_once_with_its_last_word(tmp_path: P
         (tuple("012345"), 6, "classes", "6 classes"),
         (tuple("01234a"), 6, "classes", "6 classes (0, 1, 2, ...)"),
         (tuple("abcde"), 5, "classes", "a 2+1, b 1+0, c 1+0, d 1+0, e 0+0"),
+        (tuple("xyz"), 3, "values", "x, y, z"),
+        (tuple("abcdef"), 6, "values", "6 values (a, b, c, ...)"),
     ],
 )
 def test_up_to_five_classes_are_told_by_name(names: tuple[str, ...], classes: int, targets: str, shown: str) -> None:
@@ -375,6 +456,53 @@ def test_an_average_that_is_worse_than_the_weights_has_its_remedy(
     assert text.endswith(remedy)
 
 
+@pytest.mark.parametrize(("raw", "says"), [(0.25, True), (0.5, False), (0.75, False)])
+def test_an_average_is_worse_than_the_weights_by_what_is_monitored(
+    raw: float, says: bool, tmp_path: Path, rows: dict[str, str]
+) -> None:
+    ended = Ended(tmp_path, "train.ema=0.9")
+    ended.trainer.monitor, ended.trainer.raw_score = Monitor.parse("-loss"), raw
+    ended.trainer.progress.scores = [(3, 0.75), (6, 0.5)]
+    ended.say()
+    assert ("average" in rows) == says
+    assert not says or rows["average"].startswith("loss 0.5 at the last step, and the raw weights loss 0.25: it may")
+    ended.trainer.progress.scores = [(3, 0.75)]  # the last step was not evaluated
+    rows.clear()
+    ended.say()
+    assert "average" not in rows
+
+
+def test_a_metric_without_a_value_is_left_out(tmp_path: Path, rows: dict[str, str]) -> None:
+    ended = Ended(tmp_path, "metric=[f1,recall]")
+    ended.trainer.progress.best_figures = {"recall": 60.0, "top1": 75.0}
+    ended.say()
+    assert rows["scores"] == "recall 60"
+
+
+def test_the_lines_behind_the_end_are_indented_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list[str]()
+    monkeypatch.setattr(log, "say_row", lambda label, text, indent=12: lines.append(f"{label:>{indent}}|{text}"))
+    monkeypatch.setattr(log, "say_command", lambda label, text: None)
+    ended = Ended(tmp_path, "train.ema=0.9")
+    ended.trainer.tested, ended.trainer.raw_score = {"loss": 0.5}, 76.0
+    ended.say("it has learnt", "as fast as it can be")
+    assert [line.partition("|")[0] for line in lines] == [
+        "   ",
+        *(f"{label:>16}" for label in ("test", "learning", "speed", "average")),
+    ]
+
+
+def test_a_model_of_a_program_is_used_from_a_program(
+    tmp_path: Path, rows: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
+    ended = Ended(tmp_path)
+    ended.job = replace(resolved(*PHOTOS), steps=6, model=ModelObject(type="Net", module="own", original=nn.ReLU()))
+    ended.say()
+    assert rows["predict"] == 'lockstep.load("run", model=Net(...)).predict(FILE)'
+    assert not {"evaluate", "export", "demo"} & rows.keys()
+
+
 @pytest.mark.parametrize(
     ("words", "ended_early", "longer"),
     [
@@ -422,8 +550,8 @@ def test_the_commands_of_a_run_are_those_that_work_with_it(
     assert rows.keys() & {"evaluate", "predict", "export", "demo"} == commands
     assert rows["look at it"] == "tensorboard --logdir run"
     if commands:
-        assert rows["predict"].startswith("lockstep predict ")
-        assert rows["predict"].endswith(" FILE")
+        usual = {verb: f"lockstep {verb} run" for verb in ("evaluate", "export", "demo")}
+        assert {verb: rows[verb] for verb in commands} == {**usual, "predict": "lockstep predict run FILE"}
         monkeypatch.setattr(banner, "is_object", lambda part: part is ended.job.loss)
         rows.clear()
         ended.say()
