@@ -17,6 +17,7 @@ from lockstep.core.world import World
 from lockstep.strategy import DDP, FSDP, AllReduce, DataParallel, Pipeline, Single, Strict, ZeRO
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 from lockstep.training.network import (
+    BlankExample,
     Freezing,
     batch_norm_counts,
     batches_without_single,
@@ -67,6 +68,46 @@ def test_no_example_gives_zero_gradients_and_counts_in_no_batch_norm(synchronise
     assert all(map(torch.equal, network.buffers(), buffers))
     assert wrapped(IMAGES).shape == (2, 5)
     assert not all(map(torch.equal, network.buffers(), buffers))
+
+
+class Contrast(nn.Module):
+    """Keeps what it gets, and divides by the deviation of the pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.seen: list[tuple[Tensor, ...]] = []
+
+    def forward(self, images: Tensor, keys: Tensor) -> Tensor:
+        self.seen.append((images, keys))
+        return self.norm(images / images.std((1, 2, 3), keepdim=True)).mean((2, 3))
+
+
+def test_the_blank_example_is_like_the_others_and_the_network_trains_on_behind_it() -> None:
+    network = Contrast()
+    wrapped = BlankExample(network)
+    for images in (IMAGES[:0], IMAGES.bfloat16()[:0]):
+        assert wrapped(images, torch.ones(0, 2, dtype=torch.int64)).isfinite().all()
+        seen, keys = network.seen.pop()
+        assert (seen.shape, seen.dtype) == ((1, 3, 4, 4), images.dtype)
+        assert torch.equal(keys, torch.zeros(1, 2, dtype=torch.int64))
+        assert (network.norm.training, network.norm.blank, network.norm.num_batches_tracked) == (True, False, 0)
+    network.norm.eval()  # frozen
+    wrapped(IMAGES[:0], torch.ones(0, 2, dtype=torch.int64))
+    assert not network.norm.training
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "wraps"), [(2, 1, False), (3, 1, True), (1, 3, True), (2, 2, True)]
+)
+def test_a_network_is_wrapped_where_the_last_batch_has_fewer_examples_than_all_ranks_have_pieces(
+    ranks: int, micro_batches: int, wraps: bool
+) -> None:
+    network, world = Attention(), replace(World.solo(), size=ranks)
+    wrapped = for_empty_micro_batches(network, (IMAGES,), plan(micro_batches), world)
+    assert isinstance(wrapped, BlankExample) == wraps
+    whole = replace(plan(micro_batches), examples=12)  # no batch is short
+    assert for_empty_micro_batches(network, (IMAGES,), whole, world) is network
 
 
 def test_a_network_is_wrapped_only_where_it_can_fail() -> None:

@@ -1,5 +1,6 @@
 """Fine-tuning: a new head on trained weights, frozen layers and their batch norms, learning rates by layer."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from helpers import FAKE, losses, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
 from lockstep.optim import SGD, AdamW
-from lockstep.training.network import Freezing, freeze_for_good, frozen_names
+from lockstep.training.network import MOST_LAYERS, Freezing, freeze_for_good, frozen_names
 
 RUN = (*FAKE, "model=test_resnet", "dataset.examples=60", "dataset.size=16", "batch=15", "precision=fp64")
 RUN = (*RUN, "train.eval_every=100%", "checkpoint.every=100%")
@@ -80,6 +81,62 @@ def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
     assert model.bn1.training
     assert model.bn1.weight.requires_grad
     assert model.layer2[0].bn1.weight.requires_grad
+
+
+def test_layers_that_are_frozen_for_good_are_counted_and_switched_by_no_step() -> None:
+    model = nn.Sequential(nn.Linear(100, 20), nn.BatchNorm1d(20), nn.Linear(20, 2))
+    names = frozen_names(model, ["0", "1"])
+    freeze_for_good(model, names)
+    freezing = Freezing.of(model, names, None)
+    assert (freezing.switched, freezing.norms, freezing.until) == ((), (model[1],), None)
+    assert str(freezing) == "2,060 of them frozen"
+    assert str(replace(freezing, until=1234)) == "2,060 of them frozen until step 1,234"
+    assert str(Freezing()) == str(Freezing(until=3)) == ""
+    for step in (1, 1000):
+        assert freezing.frozen(step)
+        freezing.freeze_for(step)
+        assert (model[1].training, model.training) == (False, True)
+        model.train()
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False] * 4 + [True] * 2
+
+
+def test_a_layer_that_is_thawed_counts_as_frozen_though_it_never_was_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    freezing = Freezing.of(model, frozen_names(model, ["0", "1"]), until=2)
+    assert (len(freezing.switched), freezing.numbers) == (2, 12)
+    freezing.freeze_for(3)
+    assert [layer.weight.requires_grad for layer in model] == [False, True, True]
+
+
+@pytest.mark.parametrize("model", [nn.Flatten(), nn.Linear(2, 2).requires_grad_(False)], ids=["none", "frozen"])
+def test_a_model_with_nothing_to_train_is_refused(model: nn.Module) -> None:
+    with pytest.raises(InputError, match=f"^the model {type(model).__name__} has no parameter that requires a grad"):
+        frozen_names(model, [])
+
+
+@pytest.mark.parametrize("layers", [1, MOST_LAYERS - 1, MOST_LAYERS, MOST_LAYERS + 1])
+def test_a_pattern_that_fits_nothing_is_told_what_there_is(layers: int) -> None:
+    model = nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(layers - 1)), nn.Sequential(nn.Linear(2, 2)))
+    model.append(nn.ReLU())  # has nothing to freeze
+    shown = [*(f"{at} (Conv2d)" for at in range(layers - 1)), f"{layers - 1} (Sequential)"][:MOST_LAYERS]
+    more = ", ..." * (layers > MOST_LAYERS)
+    with pytest.raises(InputError) as refused:
+        frozen_names(model, ["nothing*"])
+    assert str(refused.value) == (
+        "train.freeze: 'nothing*' matches no layer of the model, expected backbone (all but the head, "
+        f"{layers - 1}.0), or layers by name, with * for any text: {', '.join(shown)}{more}."
+    )
+
+
+def test_a_pattern_is_for_names_and_a_model_without_a_head_has_none() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    with pytest.raises(InputError, match=r"\(all but the head, which it does not have\).*Did you mean 'backbone'"):
+        frozen_names(model, ["backbon"])
+    named = nn.ModuleDict({"a": nn.Linear(1, 1), "ab": nn.Linear(1, 1), "A": nn.Linear(1, 1)})
+    assert frozen_names(named, ["a"]) == {"a.weight", "a.bias"}
+    assert frozen_names(named, ["?"]) == {"a.weight", "a.bias", "A.weight", "A.bias"}
+    assert frozen_names(named, ["*.bias", "ab"]) == {"a.bias", "ab.bias", "A.bias", "ab.weight"}
 
 
 def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:

@@ -13,9 +13,11 @@ import torch
 from test_trainer import fitted, network, trainer_of
 from torch import Tensor, nn
 
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Callback, TrainingRun
 from lockstep.core.world import World
 from lockstep.optim.sam import SAM
+from lockstep.runtime.signals import StopNow
 from lockstep.training.moments import Callbacks, Moments
 from lockstep.training.train_state import Progress
 from lockstep.training.train_step import StepListener
@@ -209,3 +211,92 @@ def test_a_stop_on_any_rank_has_the_first_reason_on_all(
         return moments.progress.stopped
 
     assert ThreadRanks(3, monkeypatch).run(reason) == [f"rank {stops[0]}"] * 3
+
+
+def test_a_callback_that_fails_is_named_with_its_line_and_its_moment() -> None:
+    one, other = Told(), Told(lambda moment, run: [][1])
+    run: Any = SimpleNamespace(step=3)
+    with pytest.raises(LockstepError, match=rf"^{__file__}:\d+: callback other: step_end raised IndexError: list"):
+        Callbacks({"one": one, "other": other}).tell("step_end", run)
+    assert one.moments == [("step_end", 3)]
+
+
+def test_a_state_that_no_checkpoint_can_have_is_refused_as_the_run_begins() -> None:
+    watch = Told()
+    trainer = told_by(watch)
+    assert trainer.moments is not None
+    trainer.moments.callbacks.callbacks = {"one": Told(), "other": watch}  # type: ignore[misc]
+    watch.state_dict = lambda: {"number": object()}  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(
+        InputError, match=r"^callback other: state_dict\['number'\] is of type object, expected tensors"
+    ):
+        trainer.moments.start()
+    assert watch.moments == [("run_start", 0)]
+
+
+def test_a_run_starts_before_its_state_is_loaded_which_is_a_copy_of_the_saved_one() -> None:
+    watch = Told()
+    saved = {"told": {"moments": [["step_end", 7]], "tensor": torch.zeros(2)}}
+    trainer = told_by(watch)
+    assert trainer.moments is not None
+    trainer.moments.saved = saved
+    loaded = list[Any]()
+    load = watch.load_state_dict
+
+    def loading(state: dict[str, Any]) -> None:
+        loaded.append((list(watch.moments), state["tensor"]))
+        load(state)
+
+    watch.load_state_dict = loading  # type: ignore[method-assign]
+    trainer.moments.start()
+    ((before, tensor),) = loaded
+    assert before == [("run_start", 0)]
+    tensor += 1
+    assert saved["told"]["tensor"].tolist() == [0, 0]  # type: ignore[attr-defined]
+    assert watch.moments == [("step_end", 7)]
+
+
+def test_the_end_of_an_evaluation_has_its_scores_by_tag() -> None:
+    seen = list[Any]()
+
+    class Scored(Callback):
+        def evaluation_end(self, run: TrainingRun, scores: Any) -> None:
+            seen.append((run.step, scores))
+
+    trainer = told_by(Scored())
+    assert trainer.moments is not None
+    both = ({"top1": 50.0}, {"acc/val_top1": 50.0})
+    trainer.moments.run.step = 2
+    assert trainer.moments.evaluation(lambda: both) == both
+    assert seen == [(2, {"acc/val_top1": 50.0})]
+
+
+@pytest.mark.parametrize("error", [StopNow, ZeroDivisionError])
+def test_only_a_stop_undoes_what_callbacks_have_done(error: type[BaseException]) -> None:
+    watch = Told()
+    trainer = told_by(watch)
+    assert trainer.moments is not None
+    watch.moments.append(("before", 1))
+
+    def fail(shard: Any) -> None:
+        watch.moments.append(("within", 1))
+        raise error
+
+    with pytest.raises(error), trainer.moments.undone_by_stop():
+        fail(None)
+    assert watch.moments == [("before", 1), *[("within", 1)] * (error is ZeroDivisionError)]
+
+
+def test_the_losses_of_a_step_are_gone_before_the_next_one_and_its_scalars_are_passed_on() -> None:
+    trainer = told_by(Told())
+    moments, seen = trainer.moments, list[Any]()
+    assert moments is not None
+    shard = next(iter(trainer.transforms.train(trainer.loader.train(after=0))))
+    moments.run.losses, moments.run.outputs = [torch.zeros(())], [torch.zeros(1)]
+
+    def take(own: Any) -> dict[str, float]:
+        seen.append((own, moments.run.step, [*moments.run.losses], [*moments.run.outputs]))
+        return {"optim/lr": 0.5}
+
+    assert moments.step(take, replace(shard, step=2)) == {"optim/lr": 0.5}
+    assert [(own.step, *rest) for own, *rest in seen] == [(2, 2, [], [])]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.core import observer
 from lockstep.core.errors import InputError, LockstepError
@@ -80,7 +81,7 @@ def test_a_figure_that_waits_is_written_at_its_step_before_a_checkpoint_and_befo
     assert writing.calls == [last], "no empty line"
 
 
-@pytest.mark.parametrize("value", ["nan", None, [1, 2]])
+@pytest.mark.parametrize("value", ["nan", None, [1, 2], "text", torch.ones(2)], ids=str)
 def test_a_figure_is_a_number_and_declared(value: Any) -> None:
     observers = Observers(names=("my/scalar",))
     with pytest.raises(InputError, match="the figure 'my/other' is not declared"):
@@ -88,8 +89,48 @@ def test_a_figure_is_a_number_and_declared(value: Any) -> None:
     if value == "nan":
         observers.log("my/scalar", value)
     else:
-        with pytest.raises(InputError, match=r"the figure 'my/scalar' is .*, expected a number"):
-            observers.log("my/scalar", value)
+        for group in ((), ("callback",)):
+            says = rf"^{(*group, 'logger')[0]}: the figure 'my/scalar' is .*, expected a number$"
+            with pytest.raises(InputError, match=says):
+                observers.log("my/scalar", value, *group)
+            assert observers.logged == {}
+
+
+def test_a_figure_is_a_number_of_python_and_the_group_of_who_logs_is_named() -> None:
+    observers = Observers(names=("my/scalar",))
+    observers.log("my/scalar", torch.tensor(0.5))  # type: ignore[arg-type]
+    assert [(name, type(value), value) for name, value in observers.logged.items()] == [("my/scalar", float, 0.5)]
+    for group in ((), ("callback",)):
+        with pytest.raises(InputError, match=f"^{(*group, 'logger')[0]}: the figure 'my/other' is not declared"):
+            observers.log("my/other", 1, *group)
+
+
+class Failing(Writing):
+    """Fails where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        super().write(step, scalars)
+        if self.where == "write":
+            raise LockstepError("no room")
+
+    def end(self, outcome: Any) -> None:
+        super().end(outcome)
+        if self.where == "end":
+            raise LockstepError("no room")
+
+
+@pytest.mark.parametrize("where", ["write", "end"])
+def test_an_observer_that_fails_at_the_end_leaves_the_others_their_end(where: str) -> None:
+    failing, later = Failing(where), Writing()
+    observers = Observers(failing, later, names=("my/scalar",))
+    observers.log("my/scalar", 1)
+    with pytest.raises(LockstepError, match="no room"):
+        observers.end("failed")
+    assert (failing.calls[-1], later.calls[-1]) == ("failed", "failed")
 
 
 @pytest.mark.parametrize(

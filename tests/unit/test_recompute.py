@@ -75,6 +75,26 @@ def test_a_block_runs_twice_in_training_alone_with_its_own_weights() -> None:
     assert not other(torch.randn(2, 3, 32, 32)).any()
 
 
+def test_what_a_block_counts_is_as_before_when_its_second_pass_fails() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer, self.passes = nn.BatchNorm1d(4), nn.Linear(4, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            if self.passes == 2:
+                raise ZeroDivisionError
+            return self.layer(self.norm(x))
+
+    model = nn.Sequential(Counting(), Counting())
+    recompute_blocks(model)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(3, 4)).sum().backward()
+    for block in model:
+        assert (block.norm.momentum, block.norm.num_batches_tracked) == (0.1, torch.tensor(1))
+
+
 def test_two_blocks_of_several_layers_are_enough_and_one_is_not() -> None:
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
     recompute_blocks(model := nn.Sequential(*blocks))

@@ -46,6 +46,7 @@ from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, Samples, 
 from lockstep.telemetry.tensorboard import EventFile, TensorBoardWriter, chart_layout, curve_of
 from lockstep.telemetry.trackers import LONGEST_NAME, MLflowRun, WandBRun, accepted
 from lockstep.training.build_observers import hyperparameters
+from lockstep.training.objects import ModelObject
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -379,6 +380,16 @@ def test_the_hyperparameters_of_a_job_are_its_options_and_numbers_as_they_are_ty
     swept = hyperparameters(resolved(*words), ranks, ["loss.class_weights", "train.sizes", "logger"])
     assert (swept["ranks"], swept["loss.class_weights"], swept["train.sizes"]) == (4, "null", "null")
     assert not [name for name in swept if name.startswith("logger")]
+
+
+def test_the_hyperparameters_of_objects_are_their_types_and_lists_are_json() -> None:
+    job = resolved("dataset=fake", "dataset.classes=2", "device=cpu", "loss.class_weights=[1,2.5]")
+    own = ModelObject(type="Net", module="own", weights="abc")
+    values = hyperparameters(dataclasses.replace(job, model=own), World.solo(), ["loss.class_weights"])
+    assert (values["model"], values["loss.class_weights"]) == ("Net", "[1.0, 2.5]")
+    assert values["loss"] == "cross_entropy(class_weights=[1.0, 2.5])"
+    assert (values["model.type"], values["model.weights"]) == ("Net", "abc")
+    assert not [name for name in values if name.endswith("_target_")]
 
 
 def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) -> None:

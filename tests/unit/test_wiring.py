@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,18 +17,25 @@ import torch
 from torch import nn
 
 from helpers import FAKE, resolved, run_dir
+from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.errors import InputError, LockstepError, NumericalError, Stopped
-from lockstep.core.observer import Callback
+from lockstep.core.observer import Callback, RunInfo
 from lockstep.core.run_dir import RunDir
+from lockstep.core.tags import Direction, Monitor
 from lockstep.core.world import World
+from lockstep.data.loading.loaders import Resident, Streaming
+from lockstep.data.loading.sampler import balanced_order, repeated_order
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import build_data, build_observers, dry_run, experiment, train_state
 from lockstep.training.build_data import TrainingData
 from lockstep.training.build_observers import Observers
+from lockstep.training.evaluate import Patience
 from lockstep.training.graph_step import GraphStep
-from lockstep.training.resolved_job import ResolvedJob, plan_of
+from lockstep.training.moments import Callbacks
+from lockstep.training.resolved_job import ResolvedJob, load_job, plan_of
 from lockstep.training.train_state import Progress, TrainState, blank_labels, build_loss, note_callbacks, restore
 from lockstep.training.train_step import TrainStep
+from thread_ranks import ThreadRanks
 
 JOB = (*FAKE, "augment=none", "model=linear", "device=cpu", "dataset.examples=40", "batch=10", "steps=6")
 ANY: Any = None
@@ -113,7 +121,7 @@ def test_main_watches_and_pays_for_all_gpus_of_the_job(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    words = ("cost.usd_per_gpu_hour=2.5", "telemetry.profile=true")
+    words = ("cost.usd_per_gpu_hour=2.5", "telemetry.profile=true", "budget.usd=9")
     run, peers = RunDir.at(tmp_path / "run"), {1: 71, 2: 72}
     ranks = replace(World.solo(), size=size, local_size=local_size, local_peer_pids=peers)
     telemetry, watch, parts, observer = observed(monkeypatch, resolved(*JOB, *words), ranks, run, gpus, step=2)
@@ -121,12 +129,82 @@ def test_main_watches_and_pays_for_all_gpus_of_the_job(
     assert (spending["gpus"], spending["counts_energy"], spending["usd_per_gpu_hour"]) == (counted, energy, 2.5)
     assert (spending["run_dir"], spending["watch"], watch.sampled) == (run, watch, "the check of the spending")
     assert len(observer.observers) == 1
+    assert (spending["budget"].usd, spending["trained"]) == (9, "what was trained")
+    assert isinstance(spending["stop"], StopRequest)
     watched = parts.one("parts_of")
-    assert (watched["gpus"], watched["path"], watched["processes"][1:]) == (gpus, run.gpu, [71, 72])
+    assert (watched["gpus"], watched["path"], watched["processes"]) == (gpus, run.gpu, [os.getpid(), 71, 72])
     telemetry.step = 5
     assert parts.one("HardwareWatch")["step"]() == 5
     assert telemetry.profile.keywords == {"folder": run.logs / "profile", "total": 4, "on_gpu": False}
     assert parts.one("Telemetry")["display"] is True
+
+
+@pytest.mark.parametrize(("strategy", "comparable"), [("single", True), ("pipeline", False)])
+def test_ranks_that_do_other_work_are_not_compared_and_the_display_has_the_monitor(
+    strategy: str, comparable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown = list[Any]()
+    job = resolved(*JOB, f"strategy={strategy}", "monitor=-loss", "telemetry.samples=true")
+    run = RunDir.at(tmp_path / "run")
+    telemetry, *_ = observed(monkeypatch, job, World.solo(), run, [])
+    assert telemetry.comparable is comparable
+    assert telemetry.samples is not None
+    telemetry.samples.close()
+    monkeypatch.setattr(build_observers, "display", lambda *values, is_main: shown.extend(values))
+    data: Any = SimpleNamespace(plan=plan_of(job, 40))
+    state: Any = SimpleNamespace(replica=None, peak_rate=0.0)
+    member = replace(World.solo(), rank=1, size=2)
+    build = build_observers.build_observers
+    telemetry, watch = build(job, run, member, data, state, Progress(), StopRequest(), Observers())
+    assert (shown[0], shown[2], watch) == (data.plan, Monitor("loss", Direction.minimize), None)
+    assert telemetry.samples is not None
+    telemetry.samples.close()
+
+
+class OwnLogger:
+    """A logger that keeps the run that it is built for."""
+
+    def __init__(self, name: str, *figures: str) -> None:
+        self.name, self.figures, self.runs = name, figures, list[RunInfo]()
+
+    def build(self, run: RunInfo) -> str:
+        self.runs.append(run)
+        return self.name
+
+
+def test_main_observes_with_its_callbacks_the_loggers_that_log_and_then_those_that_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("task=multilabel",)
+    run, job = run_dir(tmp_path / "run", *JOB, *words), resolved(*JOB, *words)
+    one, two, three = OwnLogger("writes"), OwnLogger("logs", "my/a"), OwnLogger("writes too")
+    job = replace(job, logger={"one": one, "two": two, "three": three})  # type: ignore[dict-item]
+    lines = [(2, {"loss/train": 4.0, "optim/lr": 0.5}), (4, {"loss/train": 3.0})]
+    logged = list[Any]()
+    monkeypatch.setattr(build_observers, "read_figures", lambda *place: (logged.append(place), lines)[1])
+    monkeypatch.setattr(build_observers, "listeners", lambda: [lambda info: ("listens to", info)])
+    monkeypatch.setattr(build_observers.components, "plain", lambda of: {"batch": of.batch})
+    monkeypatch.setattr(build_observers, "hyperparameters", lambda *values: values)
+    monkeypatch.setattr(build_observers.sinks, "CsvTable", lambda *values: ("table", values))
+    monkeypatch.setattr(build_observers.sinks, "PredictionsFile", lambda path: ("predictions", path))
+    run.start_summary(run="abc", monitor="top1")
+    observers = Observers("a callback", names=["my/b"])  # type: ignore[arg-type]
+    plan, model = plan_of(job, 40), nn.ReLU()
+    state: Any = SimpleNamespace(model=model)
+    progress = Progress(step=4, scores=[(4, 1.0)])
+    build_observers._observe(observers, job, run, World.solo(), plan, state, progress)
+    first, *own, table, predictions, listening = observers.observers
+    assert (first, own) == ("a callback", ["logs", "writes", "writes too"])
+    (info,) = one.runs
+    tags = ["loss/val", *(f"metric/{name}" for name in ("map", "f1", "subset_accuracy")), "my/b"]
+    assert (info.run_dir, info.plan, info.step, info.after, info.id) == (run, plan, 4, 4.5, "abc")
+    assert (info.config, info.model, info.tags, info.log) == ({"batch": 10}, model, tags, observers.log)
+    assert info.hyperparameters[:2] == (job, World.solo())  # type: ignore[index]
+    latest = {"loss/train": 3.0, "optim/lr": 0.5}
+    assert table == ("table", (run.table, plan, 4.5, latest, tags))  # type: ignore[comparison-overlap]
+    assert predictions == ("predictions", run.validation)  # type: ignore[comparison-overlap]
+    assert listening == ("listens to", info)  # type: ignore[comparison-overlap]
+    assert logged == [(run.metrics, 4.5)]
 
 
 def test_a_job_without_figures_of_gpus_reads_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -210,6 +288,136 @@ def test_each_loader_has_the_labels_of_its_split_in_copies(monkeypatch: pytest.M
     assert build_data.build_test_loader(job, replace(data, test=None), ranks) is None
 
 
+def test_the_loader_gets_the_micro_batches_that_were_chosen_and_the_plan_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen, tried = list[float](), list[Any]()
+
+    def choose(job: ResolvedJob, world: World, *, held_gb: float) -> int:
+        chosen.append(held_gb)
+        return 3
+
+    monkeypatch.setattr(dry_run, "choose_micro_batches", choose)
+    monkeypatch.setattr(dry_run, "training_rate", lambda job, world: tried.append(job.train.micro_batches))
+    loader = SimpleNamespace(
+        held_gb=lambda context: round(1e9 * context.gigabytes),
+        choose=lambda context: (context.training_rate(), (Resident(), "why"))[1],
+    )
+    for words, number, held in (("train.micro_batches=auto", 3, [60 * 64]), ("train.micro_batches=2", 2, [])):
+        job = replace(resolved(*JOB, "dataset.examples=48", words), loader=loader)  # type: ignore[arg-type]
+        job, data = build_data.build_data(job, World.solo())
+        assert (job.train.micro_batches, data.plan.micro_batches, tried.pop()) == (number,) * 3
+        assert (job.loader, data.loader_reason) == (Resident(), "why")
+        assert (chosen, len(data.train), len(data.val), data.fingerprint["examples"]) == (held, 48, 12, 48)
+        chosen.clear()
+
+
+def test_all_ranks_have_the_loader_that_main_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(context: Any) -> Any:
+        return Streaming(workers=context.world.rank), f"rank {context.world.rank}"
+
+    job = replace(resolved(*JOB), loader=SimpleNamespace(choose=choose))  # type: ignore[arg-type]
+
+    def chosen(world: World) -> tuple[Any, str]:
+        own, data = build_data.build_data(job, world)
+        return own.loader, data.loader_reason
+
+    assert ThreadRanks(2, monkeypatch).run(chosen) == [(Streaming(workers=0), "rank 0")] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_reads_the_data_before_it_is_prepared(rank: int) -> None:
+    events = list[str]()
+
+    def part(name: str) -> Any:
+        return lambda *_: (events.append(name), Split(4))[1]
+
+    names = ("prepare", "train", "eval", "test")
+    source = SimpleNamespace(**{name: part(name) for name in names}, crops_files=False)
+    source.read_as = lambda split, how, crop=None: (split, how, crop)
+    job: Any = SimpleNamespace(dataset=source, preprocessing="how", train_shapes=[(3, 8, 6), (3, 16, 12)])
+    world: Any = SimpleNamespace(local_rank=rank, barrier=lambda: events.append("barrier"))
+    train, val, test = build_data._splits(job, world)
+    assert events[: 2 - rank] == [*["prepare"] * (rank == 0), "barrier"]
+    assert {*events[2 - rank :]} == {"train", "eval", "test"}
+    assert [len(split) for split in (train, val, test)] == [3] * 3  # type: ignore[arg-type]
+    source.test = lambda: None
+    assert build_data._splits(job, world)[2] is None
+
+
+def test_boxes_are_cut_in_the_size_of_the_first_step_and_of_each_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = resolved(*JOB, "augment=standard", "seed=7")
+    source = SimpleNamespace(crops_files=True, read_as=lambda split, how, crop=None: crop)
+    monkeypatch.setattr(type(job.augment), "boxes", "boxes")
+    shapes = [(3, 8, 6), (3, 16, 12)]
+    own: Any = SimpleNamespace(
+        dataset=source, preprocessing=None, augment=job.augment, seed=7, train_shapes=shapes, loader=None
+    )
+    for name in ("prepare", "train", "eval", "test"):
+        setattr(source, name, lambda: None)
+    first: Any = build_data._splits(own, World.solo())[0]
+    later: Any = build_data._cropped(own, Split(4), (16, 12))  # type: ignore[arg-type]
+    assert [(crop.boxes, crop.seed, crop.size) for crop in (first, later)] == [
+        ("boxes", 7, (8, 6)),
+        ("boxes", 7, (16, 12)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [((), 64), (("dataset.input_size=12",), 144), (("train.size=16", "augment=standard"), 256)],
+)
+@pytest.mark.parametrize("strategy", ["single", "pipeline"])
+def test_a_stride_is_for_the_largest_images_of_the_ranks_that_share_a_batch(
+    words: tuple[str, ...], values: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Keywords(monkeypatch, build_data, "Loader", "EvalLoader")
+    usual = ("dataset=digits", "augment=none", "model=test_resnet", "device=cpu", "batch=10")
+    own = [word for word in usual if word.partition("=")[0] not in {word.partition("=")[0] for word in words}]
+    job = resolved(*own, *words, f"strategy={strategy}")
+    strides = list[tuple[int, int]]()
+    loader = SimpleNamespace(
+        feed=lambda split, world: split,
+        stride=lambda batch, values, world: strides.append((batch, values)),
+        order_device=lambda world: "a device",
+    )
+    facts: dict[str, Any] = {"plan": plan_of(job, 40), "fingerprint": {}, "loader_reason": "", "test": Split(8)}
+    sizes = SimpleNamespace(train_sizes={0: (8, 8), 3: (16, 16)}, mix=None)
+    data = TrainingData(train=Split(40), val=Split(20), transforms=sizes, **facts)  # type: ignore[arg-type]
+    monkeypatch.setattr(build_data, "read_once", lambda split, world: split)
+    ranks = replace(World.solo(), rank=1, size=4)
+    job = replace(job, loader=loader)  # type: ignore[arg-type]
+    build_data.build_loader(job, data, ranks)
+    build_data.build_test_loader(job, data, ranks)
+    together = strategy == "pipeline"  # its ranks are stages of one batch
+    assert strides == [(10 if together else 10 // 4, values)]
+    for name in ("Loader", "EvalLoader"):
+        world = parts.one(name)["world"]
+        assert (world.rank, world.size) == ((0, 1) if together else (1, 4)), name
+    assert {*parts.one("Loader")["train_feeds"]} == {0, 3}
+    assert (parts.one("Loader")["order_device"], parts.one("Loader")["crops"]) == ("a device", False)
+
+
+@pytest.mark.parametrize(
+    ("words", "order"),
+    [
+        ((), None),
+        (("train.repeats=1",), None),
+        (("train.repeats=2",), lambda plan, labels: repeated_order(7, 3, plan, 2)),
+        (("train.sampling=balanced",), lambda plan, labels: balanced_order(7, 3, labels)),
+    ],
+)
+def test_the_order_of_an_epoch_is_that_of_the_sampling_the_seed_and_the_training_labels(
+    words: tuple[str, ...], order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Keywords(monkeypatch, build_data, "Loader")
+    job, data = build_data.build_data(resolved(*JOB, "seed=7", *words), World.solo())
+    build_data.build_loader(job, data, World.solo())
+    order_of = parts.one("Loader")["order_of"]
+    assert (order_of is None) == (order is None)
+    assert order is None or torch.equal(order_of(3), order(data.plan, data.train.labels))
+
+
 @pytest.mark.parametrize(
     ("words", "cutout", "erase", "mixes"),
     [
@@ -249,6 +457,11 @@ def test_a_rank_that_is_not_main_has_the_callbacks_of_every_rank(rank: int, name
     world = replace(World.solo(), rank=rank, size=2)
     own: Any = experiment.own_observers(job, {"all": every, "main": main}, world)
     assert [*own.callbacks] == names
+    assert [*own.observers] == [*own.callbacks.values()]
+    own.callbacks["all"].figures = ("my/a",)
+    job = replace(job, logger={"own": OwnLogger("x", "-my/b")})  # type: ignore[dict-item]
+    for callbacks, figures in (({"all": every, "main": main}, ["my/b", "my/a"]), ({}, ["my/b"])):
+        assert [*experiment.own_observers(job, callbacks, world).names] == figures
     assert type(experiment.own_observers(job, {}, world)) is Observers
 
 
@@ -260,8 +473,13 @@ def test_main_writes_checkpoints_and_misses_the_files_without_which_nobody_can_r
     job = resolved(*JOB, f"logger={logger}", "checkpoint.keep=4", "checkpoint.keep_best=2")
     run, data = RunDir(tmp_path), SimpleNamespace(fingerprint={"a": 1}, plan=SimpleNamespace(save_every_s=9.0))
     world = replace(World.solo(), rank=rank, size=2)
-    own = experiment.build_checkpointer(job, run, world, data, ANY)  # type: ignore[arg-type]
+    card: Any = object()
+    whole = SimpleNamespace(whole_tensors=lambda tensors, keep: ("whole", keep))
+    job = replace(job, strategy=whole)  # type: ignore[arg-type]
+    own = experiment.build_checkpointer(job, run, world, data, card)  # type: ignore[arg-type]
     assert (own.writes, own.keep, own.keep_best, own.every_s, own.fingerprint) == (rank == 0, 4, 2, 9.0, {"a": 1})
+    assert own.whole([torch.ones(2)]) == ("whole", rank == 0)
+    assert own.card is card
     assert own.needed == (run.config, run.overrides, *[run.metrics] * (logger == "[jsonl]"))
     own.pool.shutdown()
 
@@ -293,6 +511,137 @@ def test_a_job_sets_what_an_earlier_one_of_its_process_has_left(
         torch.backends.cudnn.benchmark = cudnn
     assert torch.initial_seed() == 3
     assert keeps == [micro_batches == 1]
+
+
+class Caught(Exception):
+    """Ends a run where a test has seen enough of it."""
+
+
+def trainer_of_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, world: World | None = None, **parts: Any
+) -> dict[str, Any]:
+    """What the trainer of a run is made from."""
+    facts = dict[str, Any]()
+
+    def trainer(**own: Any) -> None:
+        facts.update(own)
+        raise Caught
+
+    monkeypatch.setattr(experiment, "Trainer", trainer)
+    run = run_dir(folder, *JOB, "logger=[]", *words)
+    with pytest.raises(Caught):
+        experiment.run(load_job(run.config), run, world or World.solo(), **parts)
+    facts["telemetry"].close()
+    facts["checkpointer"].close()
+    return facts
+
+
+def test_a_trainer_has_the_settings_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, beats, compiled = StopRequest(), list[int](), list[Any]()
+    monkeypatch.setattr(train_state, "compile_model", lambda *parts: compiled.append(parts[3]))
+    words = ("train.patience=3", "train.min_delta=0.5", "monitor=-loss", "train.eval_views=2", "metric=f1")
+    facts = trainer_of_run(tmp_path / "a", monkeypatch, *words, stop=stop, heartbeat=lambda: beats.append(1))
+    assert (facts["patience"], facts["monitor"]) == (
+        Patience(limit=3, min_delta=0.5),
+        Monitor("loss", Direction.minimize),
+    )
+    assert (facts["eval_views"], facts["stop"], facts["moments"], facts["test_loader"]) == (2, stop, None, None)
+    assert (facts["interrupts_compiling"], compiled) == (False, [stop])
+    facts["heartbeat"]()
+    assert beats == [1]
+    assert [*facts["scores"].metrics] == ["f1"]
+    assert facts["checkpointer"].on_saved == facts["telemetry"].observer.saved
+    told = Told()
+    facts = trainer_of_run(tmp_path / "b", monkeypatch, "model.compile=true", callbacks={"told": told})
+    assert facts["interrupts_compiling"]
+    assert facts["moments"].callbacks.callbacks == {"told": told}
+    facts = trainer_of_run(tmp_path / "b", monkeypatch, "model.compile=false")
+    assert not facts["interrupts_compiling"]
+
+
+def test_only_a_lone_rank_may_be_stopped_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_state, "compile_model", lambda *parts: None)
+    alone = {"barrier": lambda _: None, "gather": lambda _, value: [value] * 2, "broadcast": lambda _, value: value}
+    for name, collective in alone.items():
+        monkeypatch.setattr(World, name, collective)
+    for size in (1, 2):
+        world = replace(World.solo(), size=size, local_size=size)
+        facts = trainer_of_run(tmp_path / str(size), monkeypatch, "model.compile=true", world=world)
+        assert facts["interrupts_compiling"] == (size == 1)
+
+
+def test_a_run_whose_images_are_refused_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, repaired = run_dir(tmp_path / "run", *JOB), list[int]()
+
+    def refuse(*parts: Any) -> None:
+        raise Caught
+
+    monkeypatch.setattr(experiment, "build_loader", refuse)
+    monkeypatch.setattr(Checkpointer, "repair_export", lambda self, best_step: repaired.append(best_step))
+    with pytest.raises(Caught):
+        experiment.run(load_job(run.config), run, World.solo())
+    assert not run.environment.exists()
+    assert repaired == [0]
+
+
+def test_the_moments_of_a_run_begin_with_the_saved_states_and_log_as_callbacks(tmp_path: Path) -> None:
+    job, run = resolved(*JOB), RunDir(tmp_path / "run")
+    callbacks = Callbacks({"told": Told()}, names=["my/a"])
+    telemetry: Any = SimpleNamespace(observer=callbacks, plan="plan")
+    state: Any = SimpleNamespace(model="model", optimizer="optimizer")
+    progress = Progress(step=4)
+    world = World.solo()
+    for loaded, saved in (
+        (None, {}),
+        (SimpleNamespace(state={}), {}),
+        (SimpleNamespace(state={"callbacks": {"told": {"a": 1}}}), {"told": {"a": 1}}),
+    ):
+        moments = experiment.build_moments(job, run, world, telemetry, state, progress, loaded)  # type: ignore[arg-type]
+        assert moments.saved == saved
+    own = moments.run
+    assert (moments.callbacks, moments.progress) == (callbacks, progress)
+    assert (own.folder, own.plan, own.world, own.model, own.optimizer) == (
+        *(run.path, "plan", world, "model", "optimizer"),
+    )
+    assert (own.step, own.config["batch"]) == (4, 10)
+    own.log("my/a", 3)
+    assert callbacks.logged == {"my/a": 3.0}
+    with pytest.raises(InputError, match=r"^callback: the figure 'my/b' is not declared"):
+        own.log("my/b", 3)
+
+
+@pytest.mark.parametrize(("device", "built_on"), [("cpu", "cpu"), ("cuda", "cuda:0")])
+def test_parts_are_built_on_the_first_gpu_or_on_the_cpu_in_the_formats_of_the_job(
+    device: str, built_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, job = list[torch.device](), resolved(*JOB)
+    configured = list[str]()
+
+    def build(job: ResolvedJob, world: World) -> None:
+        devices.append(world.device)
+        raise Caught
+
+    monkeypatch.setattr(experiment, "build_data", build)
+    monkeypatch.setattr(type(job.precision), "configure", lambda self: configured.append("formats"))
+    with pytest.raises(Caught):
+        experiment.build_parts(replace(job, device=device))
+    assert (devices, configured) == ([torch.device(built_on)], ["formats"])
+    experiment.configure_torch(job, World.solo())
+    assert configured == ["formats"] * 2
+
+
+def test_the_images_to_evaluate_have_the_format_of_the_model_and_the_labels_of_the_split() -> None:
+    parts = experiment.build_parts(resolved(*JOB, "precision=bf16", "train.eval_batch=4"))
+    blocks = [*parts.evaluation()]
+    split = resolved(*JOB).dataset.eval()
+    assert [len(labels) for _, labels in blocks] == [4, 4, 2]
+    assert torch.equal(torch.cat([labels for _, labels in blocks]), split.labels)
+    pixels = torch.cat([images for images, _ in blocks])
+    assert pixels.dtype is torch.bfloat16
+    mean, std = parts.job.input.mean, parts.job.input.std
+    assert mean is not None and std is not None  # noqa: PT018
+    expected = (split.images / 255 - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+    torch.testing.assert_close(pixels.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_the_end_of_a_run_closes_its_watch_its_checkpoints_and_its_telemetry_in_this_order() -> None:
