@@ -5,6 +5,7 @@ import re
 import resource
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,78 @@ from thread_ranks import ThreadRanks
 
 
 @pytest.mark.parametrize(
-    ("seconds", "tried", "rate"), [([3.0, 0.1, 0.7, 0.5], [8, 64], 64 / 0.5), ([3.0, 0.2], [8], 8 / 0.2)]
+    ("seconds", "batch", "tried", "rate"),
+    [
+        ([3.0, 0.1, 0.7, 0.5], 64, [8, 64], 64 / 0.5),
+        ([3.0, 0.2], 64, [8], 8 / 0.2),
+        ([3.0, 0.125], 64, [8], 64.0),  # all of them take a second
+        ([3.0, 0.0625, 3.0, 0.25], 9, [8, 9], 36.0),
+        ([3.0, 0.0625], 8, [8], 128.0),
+        ([3.0, 0.0625], 4, [4], 64.0),
+    ],
 )
 def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long_and_of_no_first_step(
-    monkeypatch: pytest.MonkeyPatch, seconds: list[float], tried: list[int], rate: float
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], batch: int, tried: list[int], rate: float
 ) -> None:
     examples, times = list[int](), iter(seconds)
     monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: examples.append(count))
     monkeypatch.setattr(dry_run, "timed", lambda step, device: next(times))
-    assert training_rate(resolved("batch=64"), World.solo()) == rate
-    assert examples == tried
+    assert training_rate(resolved(f"batch={batch}"), World.solo()) == rate
+    assert (examples, next(times, None)) == (tried, None)
+
+
+def test_a_model_that_would_be_compiled_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "dry_run_step", None)
+    assert training_rate(resolved("model.compile=true"), World.solo()) is None
+
+
+def test_a_first_step_without_memory_is_no_error_and_another_error_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list[int]()
+
+    def step_of(error: Exception | None) -> Any:
+        def step() -> None:
+            steps.append(1)
+            if error is not None:
+                raise error
+
+        return lambda job, world, examples: step
+
+    monkeypatch.setattr(dry_run, "dry_run_step", step_of(MemoryError()))
+    assert dry_run.stopwatch(resolved(), World.solo(), 2) is None
+    monkeypatch.setattr(dry_run, "dry_run_step", step_of(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        dry_run.stopwatch(resolved(), World.solo(), 2)
+    monkeypatch.setattr(dry_run, "dry_run_step", step_of(None))
+    steps.clear()
+    seconds = dry_run.stopwatch(resolved(), World.solo(), 2)
+    assert seconds is not None
+    assert steps == [1], "the first one is not timed"
+    assert seconds() >= 0
+    assert steps == [1, 1]
+
+
+@pytest.mark.parametrize(("device", "frees"), [("cuda:0", ["collect", "empty"]), ("cpu", [])])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_memory_of_a_gpu_is_free_after_a_trial(
+    device: str, frees: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = list[str]()
+    monkeypatch.setattr(dry_run.gc, "collect", lambda: freed.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("empty"))
+    with suppress(ZeroDivisionError), dry_run.trial(torch.device(device)):
+        assert freed == []
+        if fails:
+            raise ZeroDivisionError
+    assert freed == frees
+
+
+def test_a_trial_reads_no_weights_of_a_file_and_holds_what_a_strategy_would_beside_the_gradients() -> None:
+    job = replace(resolved("model=linear", "dataset=digits"), init_from="nowhere.safetensors")
+    result: Any = dry_run_step(job, World.solo(), 2)()
+    _, buckets = result
+    assert sum(bucket.numel() for bucket in buckets) == 650
+    result = dry_run_step(resolved("train.freeze=[backbone]", "model.width=8"), World.solo(), 2)()
+    assert len(result[1]) == 2, "of the head alone"
 
 
 @pytest.mark.parametrize("fitting", [0, 8])
@@ -228,7 +291,17 @@ def train() -> None:
     [
         (evaluate_model, PLENTY, r"^out of memory in the evaluation after step 6; use train\.eval_batch=50$"),
         (train, PLENTY, r"at step 7 with micro-batches of 22 examples; train\.micro_batches=4 fits"),
-        (train, 1, r"at step 7 with micro-batches of 22 examples; not even single examples fit"),
+        (
+            train,
+            PLENTY,
+            r"^out of memory at step 7 .* leaves the global batch as it is; train\.micro_batches=auto finds such a n",
+        ),
+        (
+            train,
+            1,
+            r"at step 7 with micro-batches of 22 examples; not even single examples fit; use "
+            r"model\.grad_checkpointing=true, a smaller model or dataset\.input_size$",
+        ),
     ],
 )
 def test_a_rank_that_ran_out_of_memory_is_told_what_fits(
@@ -240,6 +313,68 @@ def test_a_rank_that_ran_out_of_memory_is_told_what_fits(
         place()
     state = build_state(job, WORLD, plan_of(job, 1442), lambda number: torch.zeros(number, *job.train_shape))
     assert re.search(sentence, str(oom_advice(caught.value, job, WORLD, state, 7)))
+
+
+def out_of_memory(*words: str, place: Any = train, changed: Any = None) -> str:
+    """What a rank of three is told that ran out of memory at step 7."""
+    job = resolved(*words, "device=cpu", "launcher.ranks=1")
+    state = build_state(job, World.solo(), plan_of(job, 1442), lambda number: torch.zeros(number, *job.train_shape))
+    with pytest.raises(MemoryError) as caught:
+        place()
+    return str(oom_advice(caught.value, changed(job) if changed else job, WORLD, state, 7))
+
+
+def test_a_single_example_that_does_not_fit_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "fits", None)
+    assert out_of_memory("batch=3").endswith(
+        "with micro-batches of 1 examples; not even single examples fit; use model.grad_checkpointing=true, a "
+        "smaller model or dataset.input_size"
+    )
+    checkpointed = out_of_memory(
+        "batch=3",
+        changed=lambda job: replace(job, model=replace(job.model, grad_checkpointing=True)),
+    )
+    assert checkpointed.endswith("fit; use a smaller model or dataset.input_size")
+    assert out_of_memory("train.eval_batch=1", place=evaluate_model).endswith("use train.eval_batch=1")
+
+
+def test_a_rank_with_a_part_of_the_model_is_told_to_halve_its_micro_batches_or_to_take_more_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dry_run, "fits", None)
+    for strategy, examples in (("fsdp", 22), ("pipeline", 65)):
+        sentence = out_of_memory("batch=130", "train.micro_batches=2", f"strategy={strategy}")
+        assert sentence == (
+            f"out of memory at step 7 with micro-batches of {examples} examples; train.micro_batches=4 makes them "
+            "smaller and leaves the global batch as it is, and more ranks have smaller parts of the model"
+        )
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [(-1, -1, 2**40 + 4 * GB), (2**40, -1, 2**40), (-1, 2**40 + 1, 2**40 + 1), (2**50, 2**51, 2**40 + 4 * GB)],
+)
+def test_memory_is_bounded_by_a_ranks_share_and_by_the_limits_of_the_process(
+    soft: int, hard: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = list[tuple[int, int]]()
+    monkeypatch.setattr(dry_run.sys, "platform", "linux")
+    monkeypatch.setattr(dry_run, "available_memory", lambda: 8 * GB)
+    monkeypatch.setattr(dry_run.Path, "read_text", lambda path: f"{2**40 // 4096} 7 7")
+    monkeypatch.setattr(dry_run.resource, "getpagesize", lambda: 4096)
+    monkeypatch.setattr(dry_run.resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(dry_run.resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(dry_run.resource, "setrlimit", lambda kind, both: limits.append(both))
+    with suppress(ZeroDivisionError), dry_run._bounded(replace(WORLD, local_size=2)):
+        raise ZeroDivisionError
+    assert limits == [(expected, hard), (soft, hard)]
+    limits.clear()
+    with dry_run._bounded(World.solo("cuda:0")):
+        pass
+    monkeypatch.setattr(dry_run.sys, "platform", "darwin")
+    with dry_run._bounded(World.solo()):
+        pass
+    assert limits == []
 
 
 def test_a_run_that_ran_out_of_memory_makes_room_for_the_trial_of_what_fits(

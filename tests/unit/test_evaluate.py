@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.model import best_classes
+from lockstep.core.plan import Plan
 from lockstep.core.protocols import Metric
+from lockstep.core.tags import Monitor
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder
 from lockstep.data.datasets.arrays import ArraySplit
@@ -30,11 +32,11 @@ from lockstep.inference.evaluate import write_files
 from lockstep.inference.scoring import EvaluatedSplit, Evaluation, Part, Predicted, counts, csv_lines
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.models import DigitNet
-from lockstep.precision import FP32, FP64
+from lockstep.precision import BF16, FP32, FP64
 from lockstep.scores import EvaluationBlock, EvaluationObserver, Scores
 from lockstep.strategy import Single
 from lockstep.tasks import Multiclass
-from lockstep.training.evaluate import evaluate_model, weighted_views
+from lockstep.training.evaluate import Patience, evaluate_model, outputs_of, weighted_views
 from lockstep.training.predictions import MATRIX_CLASSES
 from thread_ranks import ThreadRanks
 
@@ -234,6 +236,78 @@ def test_six_views_move_an_image_by_a_pixel_both_ways_for_half_of_the_weight() -
     assert torch.equal(views_of_image[2][..., :-1, :-1], images[..., 1:, 1:])
     for plain, mirrored in zip(views_of_image[:3], views_of_image[3:], strict=True):
         assert torch.equal(plain.flip(-1), mirrored)
+
+
+@pytest.mark.parametrize("views", [1, 2, 6])
+def test_views_of_a_pixel_are_the_pixel_and_their_weights_add_up_to_one(views: int) -> None:
+    images = torch.arange(6.0).view(2, 3, 1, 1)
+    weighted = weighted_views(images, views)
+    assert len(weighted) == views
+    assert sum(weight for weight, _ in weighted) == 1
+    assert all(torch.equal(view, images) for _, view in weighted)
+    line = torch.arange(4.0).view(1, 1, 1, 4)
+    for _, view in weighted_views(line, 6):
+        assert view.shape == line.shape
+
+
+class Seen(nn.Module):
+    """Keeps the format of its images; its outputs are their means, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: list[tuple[torch.dtype, bool]] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.formats.append((images.dtype, images.is_contiguous(memory_format=torch.channels_last)))
+        return images.mean((1, 2, 3), dtype=torch.float32)[:, None].expand(-1, 2).bfloat16()
+
+
+def test_outputs_are_averaged_in_the_wide_format_and_images_have_the_format_of_the_model() -> None:
+    model, images = Seen(), torch.zeros(3, 2, 4, 5)
+    images[:, :, :, :2] = torch.tensor([1.0, 1.1, 1.2]).view(3, 1, 1, 1)
+    outputs = outputs_of(model, images, BF16(), torch.channels_last, 2)
+    assert model.formats == [(torch.bfloat16, True)] * 2
+    assert (outputs.dtype, outputs.shape) == (torch.float32, (3, 2))
+    own = images.bfloat16().float().mean((1, 2, 3)).bfloat16().float()
+    assert torch.equal(outputs[:, 0], own)
+    assert outputs_of(model, images, FP64(), torch.contiguous_format, 1).dtype is torch.float64
+    assert model.formats[-1] == (torch.float64, False)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_rank_without_a_block_takes_part_in_the_passes_of_a_model_that_is_cut(
+    cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Fake(examples=160, classes=10, channels=1, size=8)
+
+    def passes(world: World) -> int:
+        calls = list[int]()
+        model: Any = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+        model.register_forward_hook(lambda module, inputs, _: calls.append(len(inputs[0])))
+        if cut:
+            model[1].bias.full_tensor = lambda: None  # as a tensor has that is cut
+        scores(model, source, block=15, world=world)
+        return len(calls)
+
+    assert ThreadRanks(4, monkeypatch).run(passes) == [1, 1, 1, int(cut)]
+
+
+@pytest.mark.parametrize(("total", "every", "numbers"), [(3000, 1500, "2 evaluations"), (1200, 1200, "1 evaluation")])
+def test_patience_that_never_ends_a_run_is_refused_with_the_evaluations_of_the_run(
+    total: int, every: int, numbers: str
+) -> None:
+    plan = Plan(
+        examples=10, batch=10, total_steps=total, micro_batches=1, log_every=1, eval_every=every, save_every=1
+    )
+    with pytest.raises(InputError) as refused:
+        Patience(limit=2).check(plan)
+    assert str(refused.value) == (
+        f"train.patience is 2, but the run has {numbers} (one every {every:,} of {total:,} steps), so it never ends "
+        "early; use a smaller one, more epochs, or a smaller train.eval_every"
+    )
+    Patience().check(plan)
+    assert Patience().ended([(1, 1.0), (2, 0.0)], Monitor(), plan) == ""
+    assert Patience(limit=1).ended([], Monitor(), plan) == ""
 
 
 def test_evaluation_leaves_the_model_as_it_was() -> None:

@@ -1,7 +1,7 @@
 """`train.cuda_graph` on a CPU, where a tape stands for the CUDA graph. What CUDA itself refuses is for tests/gpu."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from helpers import losses, train_here, weights
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.models.nets import MaxPoolTo
 from lockstep.training import experiment, graph_step, train_step
-from lockstep.training.graph_step import CudaGraph, GraphStep, reading_rates
+from lockstep.training.graph_step import CudaGraph, GraphStep, reading_rates, unchanged
 from lockstep.training.train_step import set_learning_rate
 from tape import Tape
 
@@ -97,6 +97,110 @@ def test_an_optimizer_is_capturable_in_a_recording_alone() -> None:
     with reading_rates(optimizer, [torch.tensor(0.25)]):
         assert (optimizer.param_groups[0]["capturable"], float(optimizer.param_groups[0]["lr"])) == (True, 0.25)
     assert optimizer.param_groups == before
+
+
+def test_an_optimizer_has_its_own_rates_again_after_an_error() -> None:
+    parameters = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    groups = [{"params": [parameter], "lr": rate} for parameter, rate in zip(parameters, (0.5, 0.25), strict=True)]
+    optimizer = torch.optim.SGD(groups)
+    rates = [torch.tensor(3.0), torch.tensor(4.0)]
+    seen = list[Any]()
+
+    def fail() -> None:
+        seen.extend(group["lr"] for group in optimizer.param_groups)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), reading_rates(optimizer, rates):
+        fail()
+    assert seen == rates
+    assert [(group["lr"], "capturable" in group) for group in optimizer.param_groups] == [(0.5, False), (0.25, False)]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_recording_changes_neither_weights_nor_buffers_nor_the_state_of_the_optimizer(fails: bool) -> None:
+    model = torch.nn.BatchNorm1d(2)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    model.weight.grad = torch.ones(2)
+    optimizer.step()  # of the bias there is no state yet
+    state: Any = SimpleNamespace(model=model, optimizer=optimizer)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept_state = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
+    with suppress(ZeroDivisionError), unchanged(state):
+        model.bias.grad = torch.ones(2)
+        model(torch.randn(4, 2))
+        optimizer.step()
+        assert optimizer.state[model.bias]["exp_avg"].any()
+        if fails:
+            raise ZeroDivisionError
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(value, kept_state[name]) for name, value in optimizer.state[model.weight].items())
+    assert not any(value.any() for value in optimizer.state[model.bias].values())
+
+
+def test_memory_that_runs_out_in_a_recording_is_no_fault_of_the_model(
+    tmp_path: Path, graphs: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs(True)
+
+    def fail(self: Tape, function: Callable[[], None]) -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+    monkeypatch.setattr(Tape, "record", fail)
+    with pytest.raises(LockstepError, match="out of memory at step 1"):
+        run(tmp_path / "run", "steps=2")
+
+
+class Stream:
+    """A stream that keeps whom it waits for."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.events.append(f"{self.name} waits for {other.name}")
+
+
+def test_passes_before_a_recording_are_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+    usual, side = Stream("usual", events), Stream("side", events)
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        events.append(f"on {stream.name}")
+        yield
+        events.append("back")
+
+    for name, fake in (("CUDAGraph", object), ("Stream", lambda: side), ("current_stream", lambda: usual)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    CudaGraph().warm_up(lambda: events.append("pass"))
+    passes = ["pass"] * 3
+    assert events == ["side waits for usual", "on side", *passes, "back", "usual waits for side"]
+
+
+def test_a_recording_lets_other_threads_allocate_memory_and_a_replay_launches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Capturing(Cuda):
+        replays = 0
+
+        def capture_begin(self, pool: Any, **options: Any) -> None:
+            super().capture_begin(pool, **options)
+            self.options = options
+
+        def replay(self) -> None:
+            self.replays += 1
+
+    cuda = Capturing(monkeypatch)
+    graph = CudaGraph()
+    graph.record(lambda: None)
+    assert cuda.options["capture_error_mode"] == "thread_local"
+    assert cuda.replays == 0
+    graph.replay()
+    assert cuda.replays == 1
 
 
 def test_a_resume_has_the_bits_of_the_whole_run(tmp_path: Path, graphs: Callable[[bool], None]) -> None:
