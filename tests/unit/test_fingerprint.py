@@ -1,19 +1,38 @@
 """The fingerprint of a job: the facts that must be equal in a checkpoint and in the run that resumes from it."""
 
-from dataclasses import replace
+import hashlib
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import lockstep
 from helpers import built
 from lockstep.config import options
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Role, ranged, with_role
+from lockstep.core.fields import MOST_STEPS, Role, ranged, with_role
+from lockstep.core.observer import Callback
 from lockstep.core.world import World
 from lockstep.models import DigitNet, Timm, Torchvision
-from lockstep.training.resolved_job import ResolvedJob, check_same_data, describe, fingerprint, plan_of, train_longer
+from lockstep.training.objects import ModelObject
+from lockstep.training.resolved_job import (
+    ResolvedJob,
+    card_of,
+    check_same_data,
+    describe,
+    described,
+    fingerprint,
+    fingerprint_of,
+    named,
+    plan_of,
+    step_settings,
+    train_longer,
+)
 from thread_ranks import ThreadRanks
 
 
@@ -130,3 +149,142 @@ def test_the_override_that_a_run_is_told_takes_it_further(words: tuple[str, ...]
     longer = plan_of(built(*words, "batch=16", train_longer(job, plan, step)), 64)
     assert longer.total_steps > step
     assert plan_of(built("steps=46", "epochs=40"), 1442).total_steps == 46
+
+
+def test_a_longer_run_has_at_most_as_many_steps_as_a_run_may_have() -> None:
+    for words, longer in ((f"steps={MOST_STEPS}", "steps="), (f"epochs={MOST_STEPS // 2 + 1}", "epochs=")):
+        job = built("batch=1442", words)
+        assert train_longer(job, plan_of(job, 1442)) == f"{longer}{MOST_STEPS}"
+
+
+class Watching(Callback):
+    pass
+
+
+@dataclass(frozen=True)
+class Chosen(Callback):
+    every: int = 3
+    name: str = "a"
+    library_name = None
+
+
+def test_callbacks_are_described_by_their_values_or_by_their_class() -> None:
+    callbacks = {"one": Watching(), "two": Chosen(every=4), "three": Chosen()}
+    assert described(callbacks) == {"one": "Watching", "two": "Chosen(every=4)", "three": "Chosen()"}
+
+
+def test_the_user_sees_the_name_of_a_librarys_model_and_no_empty_parentheses() -> None:
+    names = {
+        "DigitNet": DigitNet(),
+        "DigitNet(width=64)": DigitNet(width=64),
+        "resnet18": Timm(name="resnet18"),
+        "resnet18(drop_rate=0.5)": Timm(name="resnet18", drop_rate=0.5),
+        "Net": ModelObject(type="Net", module="own", weights="abc"),
+    }
+    assert {name: named(option) for name, option in names.items()} == {name: name for name in names}
+    assert named(Timm(name="resnet18", drop_rate=0.5), frozenset({"drop_rate"})) == "resnet18"
+    assert named(DigitNet(width=64, compile=True), frozenset({"width"})) == "DigitNet(compile=True)"
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "passes", "most"), [(64, 1, 1, 64), (65, 3, 1, 22), (10, 3, 3, 2), (9, 3, 3, 1)]
+)
+def test_a_micro_batch_is_the_largest_piece_of_a_batch(batch: int, ranks: int, passes: int, most: int) -> None:
+    job = ResolvedJob.of(built(f"batch={batch}", f"train.micro_batches={passes}"))
+    assert job.micro_batch(ranks) == most == max(len(part) for part in np.array_split(range(batch), ranks * passes))
+
+
+def test_metrics_are_told_the_names_of_the_classes_or_their_numbers() -> None:
+    one, two = (SimpleNamespace(notes=lambda names, at=at: [f"{at} {','.join(names)}"]) for at in "ab")
+    for classes, names, seen in ((3, (), "0,1,2"), (2, ("cat", "dog"), "cat,dog")):
+        dataset = SimpleNamespace(classes=classes, class_names=names)
+        job: Any = replace(ResolvedJob.of(built()), metric={"one": one, "two": two}, dataset=dataset)  # type: ignore[dict-item, arg-type]
+        assert job.metric_notes() == [f"a {seen}", f"b {seen}"]
+
+
+def test_a_step_takes_what_its_job_says() -> None:
+    words = ("optimizer=sam", "optimizer.lr=0.5", "train.clip_norm=0.25", "precision=fp64", "schedule=constant")
+    job = ResolvedJob.of(built(*words))
+    assert step_settings(job) == {
+        "strategy": job.strategy,
+        "precision": job.precision,
+        "schedule": job.schedule,
+        "lr": 0.5,
+        "clip_norm": 0.25,
+        "takes_closure": True,
+    }
+    assert not step_settings(ResolvedJob.of(built()))["takes_closure"]
+
+
+def test_the_card_of_a_job_has_what_its_weights_need_and_no_path_of_the_machine(tmp_path: Path) -> None:
+    for split, names in (
+        ("train", ("a/1.png", "b/1.png", "b/2.png")),
+        ("val", ("a/1.png",)),
+        ("test", ("b/9.png",) * 1),
+    ):
+        for name in names:
+            (file := tmp_path / split / name).parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "dataset.input_size=[6,7]")
+    words += (
+        "dataset.test_folder=test",
+        "model=resnet18",
+        "model.pretrained=false",
+        "model.channels_last=true",
+        "model.compile=true",
+    )
+    words += ("monitor=-loss", "train.eval_views=2", "train.eval_batch=9", "loss=bce", "precision=bf16")
+    words += ("input.mean=[0.1,0.2,0.3]", "input.std=[1,2,3]", "input.interpolation=bicubic")
+    job = ResolvedJob.of(built(*words))
+    card = card_of(job, {"mine": "abc"})
+    assert (card.image_shape, card.input_shape, card.interpolation) == ((3, 8, 8), (3, 6, 7), "bicubic")
+    assert (card.mean, card.std) == ((0.1, 0.2, 0.3), (1, 2, 3))
+    assert (card.classes, card.class_names, card.monitor) == (2, ("a", "b"), "-loss")
+    assert (card.eval_views, card.eval_batch, card.probabilities, card.targets) == (2, 9, "sigmoid", "classes")
+    assert (card.packages, card.lockstep) == ({"mine": "abc"}, lockstep.__version__)
+    assert card_of(job).packages == {}
+    assert (card.model["name"], card.model["channels_last"]) == ("resnet18", True)
+    assert not {"compile", "pretrained"} & card.model.keys()
+    assert str(card.precision["_target_"]).endswith("BF16")
+    assert str(card.loss["_target_"]).endswith("BCE")
+    trained_on = dict(card.trained_on)
+    assert trained_on["images"] == {"train": 3, "val": 1, "test": 2}
+    assert trained_on["sha256"] == fingerprint_of(job.dataset)
+    assert str(tmp_path) not in json.dumps(trained_on)
+    assert (trained_on["val_folder"], str(trained_on["_target_"]).rpartition(".")[2]) == ("val", "Folder")
+
+
+def test_the_hash_of_examples_is_that_of_what_identifies_them_in_any_order() -> None:
+    facts = {"train": "a", "val": ["b", 2]}
+    one, two = (SimpleNamespace(fingerprint=lambda own=own: own) for own in (facts, dict(reversed(facts.items()))))
+    assert fingerprint_of(one) == fingerprint_of(two)  # type: ignore[arg-type]
+    assert fingerprint_of(one) == hashlib.sha256(b'{"train": "a", "val": ["b", 2]}').hexdigest()  # type: ignore[arg-type]
+
+
+def test_a_frame_is_part_of_a_job_and_a_word_in_one_key() -> None:
+    words = ("dataset=folder", "dataset.path=photos", "dataset.decode_size=8")
+    job = ResolvedJob.of(built(*words))
+    own = SimpleNamespace(crops_files=False, classes=2, class_names=(), fingerprint=dict)
+    how = job.preprocessing
+    kinds = []
+    for crops, fit in ((False, "crop"), (True, "crop"), (False, "pad"), (False, "squash")):
+        own.crops_files, own.preprocessing = crops, replace(how, fit=fit)
+        facts = fingerprint(replace(job, dataset=own), 10)  # type: ignore[arg-type]
+        kinds.append(facts["crop_from"])
+    assert kinds == ["square", "file", "square, fit=pad", "square, fit=squash"]
+
+
+def test_other_data_on_a_machine_has_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(world: World) -> str:
+        with pytest.raises(InputError) as refused:
+            check_same_data({"examples": 10 - (world.rank == 1), "seed": 0}, world)
+        return str(refused.value)
+
+    assert (
+        ThreadRanks(2, monkeypatch).run(refuse)
+        == [
+            "rank 1 here has different data from rank 0 (examples: here 9, there 10); all machines need the same files: "
+            "copy them again, or name a folder that all of them see"
+        ]
+        * 2
+    )

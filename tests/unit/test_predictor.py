@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import urllib.request
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,8 +49,10 @@ from lockstep.inference.evaluate import split_for
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Prediction, Predictor, load_predictor, run_of, say_which
 from lockstep.inference.scoring import EvaluatedSplit, Evaluation, evaluated
-from lockstep.precision import FP32, FP64, BF16Pure
+from lockstep.precision import BF16, FP32, FP64, BF16Pure
+from lockstep.training import trained
 from lockstep.training.resolved_job import load_job
+from lockstep.training.trained import load_trained
 
 
 def photos(root: Path, count: int = 6) -> str:
@@ -702,3 +706,120 @@ def test_no_image_has_no_values_and_blocks_are_those_of_the_evaluation(digits: R
     hook.remove()
     assert sizes == [3, 3, 1]
     assert not small.values(images).requires_grad
+
+
+def test_a_gpu_that_is_not_here_is_refused_and_a_model_knows_its_device(
+    digits: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError) as refused:
+        lockstep.load(digits.path, device="cuda")
+    assert str(refused.value) == "weights: device is cuda, but PyTorch finds no GPU here; remove it, or use cpu"
+    loaded = load_trained(digits.path, device=None)
+    assert loaded.device == torch.device("cpu")
+    assert (loaded.model.training, loaded.card) == (False, read_card(digits.weights))
+
+
+@pytest.mark.parametrize(("storage", "usable"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_precision_that_the_device_lacks_is_float32_where_the_weights_are(
+    storage: torch.dtype, usable: bool, digits: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(self: Precision, device: str) -> None:
+        raise InputError(f"no such products on {device}")
+
+    own = BF16() if usable else BF16Pure()
+    assert own.storage is storage
+    monkeypatch.setattr(trained.components, "build_stored", lambda group, node: own)
+    card: Any = read_card(digits.weights)
+    assert trained._precision(card, torch.device("cpu")) is own
+    monkeypatch.setattr(type(own), "check", refuse)
+    if usable:
+        assert trained._precision(card, torch.device("cpu")) == FP32()
+        printed = capsys.readouterr()
+        sentence = "warning: no such products on cpu; the model is used in float32 here"
+        assert sentence in " ".join((printed.out + printed.err).split())
+    else:
+        with pytest.raises(InputError, match=r"^no such products on cpu$"):
+            trained._precision(card, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("packages", "extensions", "sentence"),
+    [
+        (
+            {"mine": "0" * 64},
+            (),
+            "needs the package mine, which is not an extension here; install it with pip, or name",
+        ),
+        ({"mine": "0" * 64}, ("mine",), "cannot be built: "),
+        ({}, (), "cannot be built: "),
+    ],
+)
+def test_a_model_of_a_package_that_is_not_here_is_refused_with_its_name(
+    packages: dict[str, str],
+    extensions: tuple[str, ...],
+    sentence: str,
+    digits: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(digits.weights), file, changed(digits, model={"_target_": "mine.Net"}, packages=packages))
+    active = [SimpleNamespace(package=name) for name in extensions]
+
+    def refuse(group: str, node: Any) -> None:
+        raise InputError("there is no class mine.Net")
+
+    monkeypatch.setattr(trained.components, "build_stored", refuse)
+    monkeypatch.setattr(trained.extensions, "active", lambda: active)
+    with pytest.raises(InputError) as refused:
+        load_trained(file, device="cpu")
+    assert str(refused.value).startswith(
+        f"weights: {'the model of ' * sentence.startswith('cannot')}{file} {sentence}"
+    )
+    if sentence.startswith("needs"):
+        assert str(refused.value).endswith(" it with lockstep.load(PATH, extensions=['mine'])")
+    else:
+        assert str(refused.value).endswith("cannot be built: there is no class mine.Net")
+
+
+def test_each_tensor_that_is_not_finite_is_counted_but_those_that_are_infinite_by_design(
+    digits: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, file = load_file(digits.weights), tmp_path / "model.safetensors"
+    first, second, third = [*tensors][:3]
+    broken = {first: tensors[first] * NAN, third: tensors[third] + math.inf}
+    save_file({**tensors, **broken}, file, changed(digits))
+    names = [name for name in lockstep.load(digits.path).model.state_dict() if name in broken]
+    with pytest.raises(InputError, match=f"has numbers that are not finite in 2 tensors, e.g. {names[0]}$"):
+        lockstep.load(file)
+    monkeypatch.setattr(trained, "infinite_buffers", lambda model: frozenset({first, second, third}))
+    with pytest.raises(InputError, match=f"not finite in 1 tensors, e.g. {first}$"):
+        lockstep.load(file)
+
+
+def test_a_model_that_reads_numbers_as_it_is_built_is_built_all_the_same(
+    digits: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*parts: Any) -> None:
+        raise NotImplementedError("a tensor on the meta device has no numbers")
+
+    expected = lockstep.load(digits.path, device="cpu").model.state_dict()
+    monkeypatch.setattr(trained, "sketch", fail)
+    loaded = lockstep.load(digits.path, device="cpu").model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+
+
+def test_a_module_of_a_program_takes_the_weights_in_a_copy(digits: RunDir, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    file = tmp_path / "model.safetensors"
+    node = {"_target_": "lockstep.training.objects.ModelObject", "type": "Sequential", "module": "torch"}
+    tensors = {"1.weight": torch.ones(10, 64), "1.bias": torch.zeros(10)}
+    save_file(tensors, file, changed(digits, model=node))
+    before = module[1].weight.clone()
+    loaded = load_trained(file, device="cpu", module=module)
+    assert torch.equal(loaded.model(torch.ones(1, 1, 8, 8)), torch.full((1, 10), 64.0))
+    assert torch.equal(module[1].weight, before)
+    with pytest.raises(InputError, match=r"^weights: .*Sequential of torch, an object that a program gave"):
+        load_trained(file, device="cpu")
