@@ -217,14 +217,9 @@ def test_a_step_takes_what_its_job_says() -> None:
 
 
 def test_the_card_of_a_job_has_what_its_weights_need_and_no_path_of_the_machine(tmp_path: Path) -> None:
-    for split, names in (
-        ("train", ("a/1.png", "b/1.png", "b/2.png")),
-        ("val", ("a/1.png",)),
-        ("test", ("b/9.png",) * 1),
-    ):
-        for name in names:
-            (file := tmp_path / split / name).parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
+    for name in ("train/a/1.png", "train/b/1.png", "train/b/2.png", "val/a/1.png", "test/a/9.png", "test/b/9.png"):
+        (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "dataset.input_size=[6,7]")
     words += (
         "dataset.test_folder=test",
@@ -283,8 +278,8 @@ def test_other_data_on_a_machine_has_its_remedy(monkeypatch: pytest.MonkeyPatch)
     assert (
         ThreadRanks(2, monkeypatch).run(refuse)
         == [
-            "rank 1 here has different data from rank 0 (examples: here 9, there 10); all machines need the same files: "
-            "copy them again, or name a folder that all of them see"
+            "rank 1 here has different data from rank 0 (examples: here 9, there 10); all machines need the same "
+            "files: copy them again, or name a folder that all of them see"
         ]
         * 2
     )
