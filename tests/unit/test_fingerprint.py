@@ -246,7 +246,7 @@ def test_the_card_of_a_job_has_what_its_weights_need_and_no_path_of_the_machine(
     assert trained_on["images"] == {"train": 3, "val": 1, "test": 2}
     assert trained_on["sha256"] == fingerprint_of(job.dataset)
     assert str(tmp_path) not in json.dumps(trained_on)
-    assert (trained_on["val_folder"], str(trained_on["_target_"]).rpartition(".")[2]) == ("val", "Folder")
+    assert (trained_on["decode_size"], str(trained_on["_target_"]).rpartition(".")[2]) == (8, "Folder")
 
 
 def test_the_hash_of_examples_is_that_of_what_identifies_them_in_any_order() -> None:

@@ -199,6 +199,32 @@ def test_a_loss_of_each_example_is_not_refused_and_keeps_what_it_counts(beside: 
     assert loss.loss.mean == 0
 
 
+@pytest.mark.parametrize(("off", "refused"), [(0.009, False), (-0.009, False), (0.011, True), (-0.011, True)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, -50.0])
+def test_a_loss_may_be_rounded_in_another_way_beside_other_examples_up_to_a_hundredth_of_the_largest(
+    off: float, refused: bool, scale: float
+) -> None:
+    inputs = torch.tensor([0.5, 1.0, 0.25, 0.75], dtype=torch.float64) * scale
+
+    def losses(values: Tensor, targets: Tensor) -> Tensor:
+        rounded = torch.zeros(4, dtype=torch.float64)
+        rounded[2] = off * scale * (len(values) == 2 and targets[0] == 2)
+        return values + rounded[targets]
+
+    says = r"^it gives an example another loss .* compare an example with what no batch changes, such as another view"
+    with pytest.raises(InputError, match=says) if refused else nullcontext():
+        own_losses.check_apart("it", losses, inputs, torch.arange(4))
+
+
+def test_losses_that_are_refused_on_a_few_examples_are_not_judged_and_a_wrong_shape_is() -> None:
+    def fail(inputs: Tensor, targets: Tensor) -> Tensor:
+        raise ValueError("too few examples")
+
+    own_losses.check_apart("it", fail, torch.zeros(4), torch.arange(4))
+    with pytest.raises(InputError, match=r"^it gives a tensor of shape \(\) for 4 examples"):
+        own_losses.check_apart("it", lambda inputs, targets: inputs.sum(), torch.zeros(4), torch.arange(4))
+
+
 def test_a_task_that_returns_a_mean_is_refused_and_none_of_ours_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnTask, "losses", lambda self, batch: (batch.images.mean(), batch.images))
     with pytest.raises(InputError, match=r"task=OwnTask gives a tensor of shape \(\) for 4 examples, expected "):

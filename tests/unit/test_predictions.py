@@ -301,6 +301,32 @@ def test_images_of_any_shape_have_a_small_picture(shape: tuple[int, int, int], s
     assert pictures.worst(predictions).startswith(b"\x89PNG")
 
 
+def test_names_that_are_no_text_and_probabilities_that_are_no_numbers_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Numbered, "name", staticmethod(lambda number: f"{number}-\udcff"))
+    logits = LOGITS.clone()
+    number = int(LOSSES.argmax())
+    logits[number] = math.nan
+    predictions = collected(logits=logits, names=("a", "b\udcff", "c", "d"))
+    assert predictions.names == ["a", "b\\udcff", "c", "d"]
+    assert predictions.worst[0]["sample"] == f"{number}-\\udcff"
+    assert predictions.worst[0]["probability"] is None
+    assert 0 < predictions.worst[1]["probability"] < 1
+    predictions.write(tmp_path / "validation.json")
+    assert Predictions.read(tmp_path / "validation.json") == predictions
+    assert collected().names == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_equal_losses_are_those_of_the_first_examples_and_no_more_than_there_are(blocks: int) -> None:
+    few = slice(blocks * BLOCK - 10)
+    own = {"logits": LOGITS[few], "labels": LABELS[few], "images": IMAGES[few]}
+    worst = collected(**own, losses=torch.arange(blocks * BLOCK - 10.0)).worst
+    number = min(WORST, blocks * BLOCK - 10)
+    assert [int(example["sample"]) for example in worst] == [*range(blocks * BLOCK - 10)][::-1][:number]
+
+
 def test_the_file_has_everything_whatever_the_classes_are_called(tmp_path: Path) -> None:
     names = ("</script><script>", "$\\frac{", "日本語\u202e", "\udc80\x00")
     predictions = collected(names=names)

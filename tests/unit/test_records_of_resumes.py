@@ -11,18 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from test_trainer import network, trainer_of
 
-from helpers import FAKE, records, train_here
+from helpers import FAKE, records, resolved, run_dir, train_here
 from lockstep.core.errors import BrokenImage, InputError, NumericalError, StorageError
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.optim.schedule import Constant
 from lockstep.runtime import host
 from lockstep.training import run_record
 from lockstep.training.build_data import UNEQUAL, balance_note
+from lockstep.training.resolved_job import plan_of
 from lockstep.training.run_record import Evidence, RunRecord, write_incident
 from lockstep.training.train_state import Progress
 from lockstep.training.trained import find_weights
@@ -323,3 +327,127 @@ def test_a_share_is_the_sum_of_its_parts_as_far_as_they_are_known() -> None:
     assert (evidence.on_gpu, evidence.local_batch) == (False, 5)
     assert evidence.cores == host.cores()
     assert Evidence(job=job, world=World.solo("cuda:0"), shares={}, **options).on_gpu
+
+
+def test_an_incident_has_the_batch_as_it_is_stored_the_weights_and_the_rate_of_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model = RunDir.at(tmp_path / "run"), network()
+    trainer = trainer_of(model, World.solo(), steps=20, schedule=Constant(warmup=8))
+    batch = trainer.loader.global_batch(3)
+    write_incident(NumericalError("bad", step=3), trainer, dict(model.state_dict()), run)
+    stored = torch.load(run.incident / "batch.pt", weights_only=True)
+    assert {*stored} == {"images", "labels", "indices"}
+    for name, tensor in (("images", batch.images), ("labels", batch.known_labels), ("indices", batch.indices)):
+        assert torch.equal(stored[name], tensor), name
+    weights = load_file(run.incident / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    facts = json.loads((run.incident / "incident.json").read_text())
+    assert (facts["learning_rate"], facts["error"]) == (0.5 * 3 / 8, "bad")
+    assert not [file for file in run.incident.iterdir() if file.suffix not in (".pt", ".json", ".safetensors")]
+    says = f"warning: the batch of step 3 and the weights are kept in {run.incident}"
+    assert says in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_each_rank_takes_part_in_gathering_the_weights_of_an_incident_that_main_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered, written = list[int](), list[Any]()
+    trainer = trainer_of(network(), World.solo())
+    trainer.checkpointer = SimpleNamespace(whole=lambda tensors: (gathered.append(len(tensors)), tensors)[1])  # type: ignore[assignment]
+    monkeypatch.setattr(run_record, "write_incident", lambda *parts: written.append({*parts[2]}))
+    for world in (MEMBER, World.solo()):
+        RunRecord(RunDir.at(tmp_path / "run"), world).keep_incident(NumericalError("bad", step=1), trainer)
+    assert gathered == [4, 4]
+    assert written == [{*network().state_dict()}]
+
+
+@pytest.mark.parametrize("identity", [None, "abc"])
+def test_the_summary_of_a_run_that_begins_has_its_plan_its_monitor_and_all_directions(
+    identity: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, marked = list[dict[str, Any]](), list[Path]()
+    words = (*JOB, "metric=f1", "monitor=-loss", f"output_root={tmp_path}/all")
+    run, job = run_dir(tmp_path / "run", *words), resolved(*words)
+    if identity:
+        run.start_summary(run=identity)
+    monkeypatch.setattr(RunDir, "start_summary", lambda _, **facts: started.append(facts))
+    monkeypatch.setattr(RunDir, "mark_latest", lambda _, root: marked.append(root))
+    logger: Any = SimpleNamespace(figures=("-my/a",))
+    callback: Any = SimpleNamespace(figures=("my/b",))
+    config = job
+    job = replace(job, logger={"own": logger})
+    monkeypatch.setattr(run_record.components, "plain", lambda of: {"batch": of.batch})
+    now = iter([100.0, 100.0 + 36])
+    monkeypatch.setattr(run_record.time, "monotonic", lambda: next(now))
+    record = RunRecord(run, World.solo())
+    record.write_start(job, plan_of(config, 40), Progress(step=3), {"own": callback})
+    (facts,) = started
+    assert (facts["steps"], facts["steps_per_epoch"], facts["step"], facts["monitor"]) == (6, 4, 3, "-loss")
+    assert (facts["run"] == identity) == (identity is not None)
+    assert len(facts["run"]) == (3 if identity else 16)
+    assert {name: str(direction) for name, direction in facts["directions"].items()} == {
+        "loss/val": "minimize",
+        **dict.fromkeys(("acc/val_top1", "acc/val_top5", "metric/f1", "my/b"), "maximize"),
+        "my/a": "minimize",
+    }
+    assert (facts["spent"]["hours"], facts["seconds"]) == (pytest.approx(0.01), 36)
+    assert marked == [tmp_path / "all"]
+    assert yaml.safe_load(run.config.read_text()) == {"batch": 10}
+    assert json.loads(run.environment.read_text())["code"] == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_only_a_run_on_a_gpu_says_its_memory_which_trials_do_not_count_in(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, seen = list[str](), list[Evidence]()
+    run = run_dir(tmp_path / "run", *JOB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda of: events.append(f"reset {of}"))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda of: 123)
+    monkeypatch.setattr(run_record.environment, "facts", lambda world: {})
+    monkeypatch.setattr(run_record.banner, "say_ending", lambda *values: None)
+    idle = iter([50.0, 80.0])
+    monkeypatch.setattr(host, "idle_seconds", lambda: next(idle))
+    now = iter([100.0, 101.0, 110.0])
+    monkeypatch.setattr(run_record.time, "monotonic", lambda: next(now))
+    world = World.solo(device)
+    record, job = RunRecord(run, world), resolved(*JOB)
+    record.write_start(job, plan_of(job, 40), Progress(), {})
+    assert events == ["reset cuda:0"] * (device != "cpu")
+    spent = {"images": 50.0, "training_seconds": 10.0, "waiting_seconds": 1.0}
+    run.write_summary(spent={"hours": 1.0, **spent})
+    model = network()
+    trainer: Any = trainer_of(model, World.solo(), progress=Progress(step=9, best=1.0, best_step=7))
+    trainer.progress.best_figures, trainer.tested = {"top1": 1.0}, {"top1": 2.0}
+    observer = SimpleNamespace(findings=lambda own: (seen.append(own), {})[1], completed=lambda summary: None)
+    trainer.telemetry = SimpleNamespace(
+        time_shares=lambda: {"forward": 0.5},
+        resumed=4,
+        times=SimpleNamespace(spread=lambda: {"forward": 0.1}),
+        mfu=lambda rate: 2 * rate,
+        trained=lambda: {**spent, "images": 70.0},
+        observer=observer,
+    )
+    record.complete(job, trainer, {"cpu_cores": 2.0}, skipped=0)
+    summary = Run(run.path).summary
+    assert summary.get("gpu_memory") == (None if device == "cpu" else 123)
+    assert (summary["img_per_s"], summary["data_wait_pct"], summary["test"]) == (5.0, 10.0, {"top1": 2.0})
+    assert (summary["objective"], summary["best_step"], summary["step"]) == (1.0, 7, 9)
+    assert (summary["scores"], summary["stopped_early"]) == ({"top1": 1.0}, "")
+    (evidence,) = seen
+    assert (evidence.job, evidence.world, evidence.plan, evidence.model) == (job, world, trainer.plan, model)
+    assert (evidence.steps, evidence.mfu, evidence.spread) == (5, 14.0, {"forward": 0.1})
+    assert evidence.hardware == {"cpu_cores": 2.0, "idle_cores": 3.0}
+    assert (evidence.scores, evidence.ended_early, evidence.shares) == ({"top1": 1.0}, "", {"forward": 0.5})
+    assert torch.equal(evidence.labels, trainer.loader.eval_labels)
+
+
+def test_a_run_is_announced_with_its_notes_as_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[Any]()
+    monkeypatch.setattr(run_record.banner, "say_start", lambda *values: said.append(values))
+    monkeypatch.setattr(RunRecord, "_notes", lambda *_: ["one", "two"])
+    monkeypatch.setattr(run_record.log, "warn", said.append)
+    run, world, parts = RunDir(tmp_path), World.solo(), ("job", "data", "state")
+    RunRecord(run, world).announce(*parts, "origin")  # type: ignore[arg-type]
+    assert said == [("job", run, world, "data", "state", "origin"), "one", "two"]

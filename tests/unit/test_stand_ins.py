@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from lockstep.config.options import option_name
 from lockstep.core.errors import InputError
 from lockstep.core.observer import Callback
 from lockstep.losses import CrossEntropy
+from lockstep.metrics import F1, Recall
 from lockstep.models.nets import DigitNet
 from lockstep.optim import SGD
 from lockstep.precision import BF16
@@ -244,3 +246,56 @@ def test_the_code_of_objects_is_that_of_their_types_their_parts_and_their_functi
     assert {my_loss, helper, second} <= {*parts}
     assert SGD not in parts, "options by name are code of ours, or of extensions"
     assert option_name(SGD) == "sgd"
+
+
+def test_the_hash_of_a_module_is_that_of_its_names_formats_shapes_and_numbers() -> None:
+    module = nn.Linear(2, 1)
+    nn.init.zeros_(module.weight)
+    nn.init.ones_(module.bias)
+    text = b"weight torch.float32 (1, 2)" + bytes(8) + b"bias torch.float32 (1,)" + bytes([0, 0, 128, 63])
+    assert digest(module) == hashlib.sha256(text).hexdigest()[:12]
+    assert digest(nn.Flatten()) == hashlib.sha256(b"").hexdigest()[:12]
+    turned = nn.Linear(3, 2)
+    turned.weight = nn.Parameter(turned.weight.detach().T.contiguous().T)
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(turned.state_dict())
+    assert digest(turned) == digest(plain), "however they lie in memory"
+
+
+def test_several_objects_of_a_group_are_numbered_by_their_names_with_their_values() -> None:
+    words, originals = in_words({"metric": [F1(average="micro"), Recall()]}, ["x=1"])
+    assert words == ['metric=["f1", "recall"]', "metric.f1.average=micro", "x=1"]
+    assert originals == {}
+    assert in_words({"logger": []}, [])[0] == ["logger=[]"]
+
+
+@pytest.mark.parametrize("value", ["bilinear", "bicubic"])
+def test_a_text_and_a_name_of_an_enumeration_are_words(value: str) -> None:
+    assert changed_words("loss", CrossEntropy(label_smoothing=0.5)) == ["loss.label_smoothing=0.5"]
+    option = DatasetObject(original=(IMAGES, None, None), labels=[value, "b"], val_share=0.5)
+    assert f'dataset.labels=["{value}", "b"]' in changed_words("dataset", option)
+    assert "dataset.val_share=0.5" in changed_words("dataset", option)
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "sentence"),
+    [
+        (
+            "loss",
+            nn.BCEWithLogitsLoss(),
+            "loss is BCEWithLogitsLoss with reduction='mean', expected one loss per exam",
+        ),
+        ("model", nn.Linear, r"^model is the class Linear, expected an object of it: model=Linear\(...\)$"),
+        ("loss", nn.CrossEntropyLoss, r"^loss is the class CrossEntropyLoss, expected an object of it"),
+        ("model", my_loss, r"^model is an object of my_loss, expected a torch.nn.Module, or an object of a class"),
+        (
+            "metric",
+            object(),
+            r'^metric is an object of object, expected an object of a class with @lockstep.option\("m',
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_is_given_is_named_as_a_class_or_an_object(group: str, value: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        stand_in(group, value)

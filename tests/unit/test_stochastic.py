@@ -4,6 +4,7 @@ import copy
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -364,3 +365,99 @@ def test_an_unknown_random_call_repeats_after_a_resume() -> None:
     assert torch.equal(outputs(model, draws, Micro(INDICES, step=3, number=1)), first)
     for other in ({"step": 4, "number": 1}, {"step": 3, "number": 2}):
         assert not torch.equal(outputs(model, draws, Micro(INDICES, **other)), first)
+
+
+class Rooted(nn.Module):
+    """Draws in the model itself, in a way that is not known, and counts its passes."""
+
+    def __init__(self, returned: Callable[[Tensor], Any] = lambda x: x.mean((2, 3))) -> None:
+        super().__init__()
+        self.norm, self.returned = nn.BatchNorm2d(3), returned
+        self.norm.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returned(self.norm(F.gumbel_softmax(x)))
+
+
+def test_a_look_at_a_model_leaves_its_buffers_its_modes_and_the_generators_as_they_were() -> None:
+    model, state = Rooted(), torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    draws = key_draws(model, torch.zeros(1, *SHAPE), 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [module.training for module in model.modules()] == [True, False]
+    assert draws.unknown == ("Rooted",), "the model itself has no name but its class"
+    assert draws.keys_of(Micro(INDICES)) == ()
+    assert ForwardDraws(0, torch.device("cpu")).notes == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (lambda x: x.mean((2, 3)), "[3]"),
+        (lambda x: x[:, :2], "[2, 64, 64]"),
+        (lambda x: x.mean((1, 2, 3)), "[]"),
+        (lambda x: {"logits": x}, "a dict"),
+        (lambda x: (x, x), "a tuple"),
+    ],
+)
+def test_a_look_at_a_model_says_what_it_returns_for_an_example(returned: Callable[[Tensor], Any], shown: str) -> None:
+    assert key_draws(Rooted(returned), torch.zeros(1, *SHAPE), 0).returned == shown
+
+
+def test_every_module_that_draws_unknown_numbers_is_named_once() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.gumbel_softmax(x)
+
+    model = nn.Sequential(nn.Sequential(Own(), nn.ReLU()), Own(), nn.Dropout(0.5))
+    draws = key_draws(model, torch.zeros(1, *SHAPE), 0)
+    assert (draws.unknown, draws.keys.draws) == (("0.0", "1"), 1)
+    assert draws.notes == [
+        "the model draws random numbers in a way that Lockstep does not know (0.0, 1); on another number of ranks or "
+        "micro-batches they differ, and so does the run"
+    ]
+
+
+def test_a_module_that_fails_is_left_behind_by_what_watches_the_others() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("a branch that is not taken")
+
+    class Trying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.drop = Failing(), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with suppress(ValueError):
+                x = self.one(x)
+            return F.dropout(self.drop(x), 0.5, self.training)
+
+    model = Trying()
+    draws = key_draws(model, torch.zeros(1, *SHAPE), 0)
+    assert draws.keys.draws == 2
+    assert [len(getattr(module, "_draw_sites", ())) for module in model.modules()] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_blank_inputs_have_keys_where_a_model_draws(drops: bool) -> None:
+    model = nn.Sequential(nn.Dropout(0.5 * drops), nn.Flatten())
+    draws = key_draws(model, torch.zeros(1, *SHAPE), 0)
+    blank = torch.zeros(2, *SHAPE)
+    first, *keys = draws.blank_inputs(blank)
+    assert first is blank
+    assert [(own.shape, own.dtype, own.any().item()) for own in keys] == [((2, 2), torch.int64, False)] * drops
+    assert isinstance(draws.keyed(model), KeyedModel) == drops
+    if drops:
+        draws.set_keys(Micro(INDICES))
+        seen = torch.ones(7, *SHAPE)
+        assert torch.equal(model(seen), draws.keyed(model)(seen, *draws.keys_of(Micro(INDICES))))
+
+
+def test_another_seed_draws_other_numbers() -> None:
+    outputs_of_seeds = []
+    for seed in (0, 1):
+        model, draws = keyed(nn.Sequential(nn.Dropout(0.5), nn.Flatten()), seed)
+        outputs_of_seeds.append(outputs(model, draws, Micro(INDICES)))
+    assert not torch.equal(*outputs_of_seeds)

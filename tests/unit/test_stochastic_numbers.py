@@ -9,7 +9,15 @@ from torch import Tensor
 from lockstep.core import rng
 from lockstep.core.data_protocols import Shard
 from lockstep.stochastic import numbers
-from lockstep.stochastic.numbers import ForwardKeys, below, forward_keys, normal, random_bits, uniform_from_bits
+from lockstep.stochastic.numbers import (
+    ForwardKeys,
+    Site,
+    below,
+    forward_keys,
+    normal,
+    random_bits,
+    uniform_from_bits,
+)
 
 EXAMPLES, ELEMENTS = 4096, 1024
 
@@ -152,3 +160,60 @@ def test_the_first_examples_of_a_piece_are_its_own_ones(examples: int, mix_partn
     if first is not piece:
         assert first.images.flatten().tolist() == [0, 1, 2][:examples]
         assert (first.indices.tolist(), first.mix_partner) == ([20, 21, 22][:examples], False)
+
+
+def site_of(examples: int, batch_dim: int | None) -> Site:
+    keys = ForwardKeys()
+    keys.draws = 3
+    keys.set(torch.arange(2 * examples).view(examples, 2))
+    return Site(1, batch_dim, keys)
+
+
+@pytest.mark.parametrize(("shape", "batch_dim"), [((4, 5), 0), ((5, 4), 1), ((8, 5), 0), ((3, 4, 5), 1), ((3, 8), 1)])
+def test_an_example_has_the_bits_of_its_own_rows_wherever_the_batch_is(
+    shape: tuple[int, ...], batch_dim: int
+) -> None:
+    site = site_of(4, batch_dim)
+    bits = site.bits(torch.Size(shape), torch.zeros(1))
+    assert (bits.shape, bits.dtype) == (shape, torch.int32)
+    rows = bits.movedim(batch_dim, 0).reshape(4, -1)
+    words = site.keys.words(1, -1, of_batch=False)
+    assert torch.equal(rows, random_bits(words, rows.shape[1]))
+
+
+def test_numbers_of_the_batch_have_the_words_of_the_step() -> None:
+    site = site_of(4, None)
+    bits = site.bits(torch.Size([2, 3]), torch.zeros(1))
+    assert torch.equal(bits.view(1, 6), random_bits(site.keys.words(1, -1, of_batch=True), 6))
+
+
+def test_a_layer_of_another_rank_draws_shapes_alone_and_none_are_drawn_of_no_example() -> None:
+    meta = site_of(4, 0).bits(torch.Size([8, 5]), torch.empty(1, device="meta"))
+    assert (meta.shape, meta.dtype, meta.is_meta) == ((8, 5), torch.int32, True)
+    for examples, shape in ((0, (0, 5)), (4, (0, 5))):
+        assert site_of(examples, 0).bits(torch.Size(shape), torch.zeros(1)).shape == shape
+    with pytest.raises(AssertionError, match=r"^6 rows are drawn for, in a batch of 4 examples$"):
+        site_of(4, 0).bits(torch.Size([6, 5]), torch.zeros(1))
+
+
+def test_one_number_of_an_example_is_its_second_word() -> None:
+    assert torch.equal(random_bits(own := words(5), 1), own[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "digits"), [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24), (torch.float64, 24)]
+)
+def test_a_uniform_number_has_the_upper_bits_as_its_digits(dtype: torch.dtype, digits: int) -> None:
+    bits = torch.tensor([0, 2**31 - 1, -(2**31), -1, 1 << (32 - digits)], dtype=torch.int32)
+    step = 2.0**-digits
+    expected = [0.0, 0.5 - step, 0.5, 1 - step, step]
+    numbers = uniform_from_bits(bits, dtype)
+    assert numbers.dtype is dtype
+    assert numbers.double().tolist() == expected
+
+
+def test_a_normal_number_is_the_inverse_of_its_share() -> None:
+    bits = torch.tensor([-(2**30), 0, 2**30], dtype=torch.int32)
+    expected = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+    torch.testing.assert_close(normal(bits, torch.float64), expected, rtol=1e-6, atol=1e-8)
+    assert normal(bits, torch.bfloat16).dtype is torch.bfloat16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,12 @@ import torch
 from test_trainer import ACCURACY, COMMON, RARE, RARELY, Always, Silent, fitted, network, trainer_of
 from torch import nn
 
-from lockstep.core.errors import InputError, NumericalError
+from lockstep.core.errors import InputError, NumericalError, Stopped
 from lockstep.core.tags import Monitor
 from lockstep.core.world import World
 from lockstep.optim.schedule import Plateau
 from lockstep.runtime.signals import StopNow
+from lockstep.training import trainer as trainer_module
 from lockstep.training.averages import EMA
 from lockstep.training.evaluate import Patience
 from lockstep.training.network import Freezing
@@ -185,3 +188,147 @@ def test_a_figure_of_a_task_leaves_out_broken_images_and_has_one_number_for_each
     for wrong in (values[:2], values[None], values.sum()):
         with pytest.raises(InputError, match=r"task: the figure 'my/figure' has the shape .* \(3,\)$"):
             trainer.step.log(labels, "my/figure", wrong)
+
+
+class Beating(Silent):
+    """Keeps signs of life among the events."""
+
+    def beat(self) -> None:
+        self.events.append("beat")
+
+    def evaluating(self, done: int, blocks: int) -> None:  # type: ignore[override]
+        self.events.append(("block", done, blocks))
+
+
+def test_a_run_gives_a_sign_of_life_in_each_step_each_block_and_each_save() -> None:
+    trainer = trainer_of(network(), World.solo(), steps=2, every={"log_every": 9, "eval_every": 9, "save_every": 9})
+    trainer.telemetry = trainer.checkpointer = beating = Beating()  # type: ignore[assignment]
+    trainer.heartbeat = beating.beat
+    fitted(trainer)
+    blocks = [item for at in (1,) for item in (("block", at, 1), "beat")]
+    assert beating.events == ["beat", "beat", ("log", 2, 0.5), *blocks, ("eval", 2, True), ("save", 2, True), "beat"]
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(1, True), (2, False)])
+def test_only_a_lone_rank_is_interrupted_in_an_evaluation_and_buffers_are_mains(
+    size: int, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = list[Any]()
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    average = Renewed(model, 0.9)
+    average.norms, average.images = [(average.module[0], model[0])], 2
+    trainer = trainer_of(model, World.solo(), ema=average)
+    trainer.world = replace(World.solo(), size=size)
+    monkeypatch.setattr(World, "any", lambda world, flag: flag)
+
+    @contextmanager
+    def interrupting(allowed: bool) -> Iterator[None]:
+        events.append(allowed)
+        yield
+
+    trainer.stop.interrupting = interrupting  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(type(trainer.step.strategy), "share_buffers", lambda _, of, world: events.append(of))
+    monkeypatch.setattr(trainer_module, "evaluate_model", lambda of, **how: {"loss": 1.0})
+    trainer._evaluate(model, trainer.loader, ())
+    trainer._renew_statistics(1)
+    assert events == [model, allowed, allowed]
+
+
+def test_a_score_without_a_value_is_warned_of_until_there_was_one() -> None:
+    trainer = trainer_of(network(), World.solo(), monitor=Monitor("f1"), steps=9)
+    trainer.telemetry.display = trainer.telemetry  # type: ignore[misc, assignment]
+    for step, figures in ((1, {}), (2, {"f1": float("nan")}), (3, {"f1": 0.0}), (4, {}), (5, {"f1": 0.5})):
+        trainer.progress.step = step
+        trainer.judge({"loss": 1.0, **figures})
+    warnings = [("warn", f"f1 has no value after step {step}: no best yet") for step in (1, 2)]
+    assert trainer.telemetry.events == warnings
+    assert trainer.progress.scores == [(1, None), (2, None), (3, 0.0), (4, None), (5, 0.5)]
+    assert trainer.step.scores == [(3, 0.0), (5, 0.5)]
+    resumed = trainer_of(network(), World.solo(), monitor=Monitor("f1"), progress=Progress(step=4, scores=[(2, 0.5)]))
+    resumed.telemetry.display = resumed.telemetry  # type: ignore[misc, assignment]
+    resumed.judge({})
+    assert resumed.telemetry.events == [], "there was a score, though not in this run's folder"
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stop_that_is_forced_or_before_a_step_saves_nothing(force: bool, begun: bool) -> None:
+    trainer = trainer_of(network(), World.solo(), progress=Progress(step=2))
+    trainer.stop.force, trainer.stop.begun, trainer.stop.reason = force, begun, "the budget is used up"
+    saves = begun and not force
+    with pytest.raises(Stopped if saves else StopNow) as stopped:
+        trainer.leave(StopNow(), saves=True)
+    assert trainer.stop.leaving == saves
+    assert trainer.telemetry.events == [("save", 2, False)] * saves
+    assert not saves or str(stopped.value) == "stopped at step 2 of 4 and saved: the budget is used up"
+    if saves:
+        with pytest.raises(Stopped):
+            trainer.leave(StopNow(), saves=False)
+        assert trainer.telemetry.events == [("save", 2, False)], "the test of the best weights saves nothing"
+
+
+class AtTheEnd(Silent):
+    """Keeps what is written of a test."""
+
+    failure: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer = SimpleNamespace(write=lambda step, scalars: self.events.append((step, scalars)))
+        self.run_dir = SimpleNamespace(weights="the best weights")
+
+    def wait(self) -> None:
+        self.events.append("wait")
+
+
+@pytest.mark.parametrize(
+    ("best_step", "has_split", "failure", "has_average", "tests"),
+    [
+        (2, True, None, False, True),
+        (2, True, None, True, True),
+        (2, False, None, False, False),
+        (0, True, None, False, False),
+        (2, True, OSError("full"), False, False),
+    ],
+)
+def test_the_best_weights_are_tested_once_they_are_written(
+    best_step: int,
+    has_split: bool,
+    failure: Any,
+    has_average: bool,
+    tests: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = network()
+    ema = EMA(model, 0.9) if has_average else None
+    trainer = trainer_of(model, World.solo(), ema=ema, progress=Progress(step=4, best_step=best_step))
+    trainer.telemetry = trainer.checkpointer = tested = AtTheEnd()  # type: ignore[assignment]
+    tested.failure, loaded = failure, list[Any]()
+    split: Any = object()
+    trainer.test_loader = split if has_split else None
+    monkeypatch.setattr(trainer_module, "load_exported", lambda *place: loaded.append(place))
+    figures = {"loss": 0.5, "top1": float("nan")}
+    evaluated = list[Any]()
+    trainer._evaluate = lambda *values: (evaluated.append(values), figures)[1]  # type: ignore[method-assign]
+    trainer.scores.compute = lambda: {"f1": 3.0}  # type: ignore[method-assign]
+    trainer.test()
+    of = model if ema is None else ema.module
+    assert loaded == [(of, "the best weights")] * tests
+    assert evaluated == [(of, split, (trainer.scores,))] * tests
+    assert trainer.tested == ({"loss": 0.5, "f1": 3.0} if tests else {})
+    if tests:
+        wait, (step, scalars) = tested.events
+        assert (wait, step, [*scalars]) == ("wait", 4, ["test/loss", "test/top1", "test/f1"])
+    else:
+        assert tested.events == ["wait"] * (failure is not None)
+
+
+def test_tensors_of_several_formats_are_copied_each_to_its_place() -> None:
+    sources = [
+        torch.tensor(number, dtype=dtype)
+        for number, dtype in ((1, torch.int64), (2.5, torch.float64), (3, torch.int64))
+    ]
+    targets = [torch.empty_like(source) for source in sources]
+    trainer_module.copy_all(sources, targets)
+    assert [target.item() for target in targets] == [1, 2.5, 3]
+    trainer_module.copy_all([], [])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,6 +27,7 @@ from lockstep.core.tags import Direction, Monitor
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.sampler import balanced_order, repeated_order
+from lockstep.models import DigitNet
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import build_data, build_observers, dry_run, experiment, train_state
 from lockstep.training.build_data import TrainingData
@@ -808,3 +811,184 @@ def test_a_fresh_run_names_the_weights_that_it_begins_with() -> None:
     assert (origin, progress.callbacks, progress.decisions["steps"]) == ("", {"a": "b"}, [6])
     _, origin = restore(replace(job, init_from="a.safetensors"), plan, ANY, ANY, None, {})
     assert origin == "weights of a.safetensors, step 0"
+
+
+def state_of(*words: str, world: World | None = None, **changed: Any) -> tuple[TrainState, ResolvedJob]:
+    """The state of a job on 40 blank images."""
+    job = replace(resolved(*JOB, *words), **changed)
+    images = torch.zeros(40, *job.train_shape)
+    return train_state.build_state(job, world or World.solo(), plan_of(job, 40), lambda number: images[:number]), job
+
+
+@pytest.mark.parametrize(
+    ("network", "says"),
+    [
+        (lambda: "a text", r"^model=digitnet: its build returns 'a text', expected a module$"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 11)),
+            r"^the model Sequential returns \[11\] for an example, expected \[10\]: a tensor with an output for each "
+            r"of the classes of the data set$",
+        ),
+        (lambda: nn.Linear(8, 8), r"returns \[1, 8, 8\] for an example, expected \[10\]"),
+        (lambda: nn.Flatten(), "the model Flatten has no parameter that requires a gradient"),
+    ],
+)
+def test_a_network_that_does_not_fit_the_data_is_refused_before_the_first_step(
+    network: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DigitNet, "build", lambda *_: network())
+    with pytest.raises(InputError, match=says):
+        state_of("model=digitnet")
+
+
+def test_a_task_of_a_users_own_may_have_any_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DigitNet, "build", lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(64, 11)))
+    monkeypatch.setattr(train_state, "is_ours", lambda cls: not cls.__name__.startswith("Multi"))
+    state, _ = state_of("model=digitnet")
+    assert state.draws.returned == "[11]"
+
+
+@pytest.mark.parametrize(
+    ("words", "tf32", "divides"),
+    [((), False, True), (("precision=tf32",), True, True), (("train.sizes={0: 8, 3: 16}",), False, False)],
+)
+def test_the_peak_rate_of_a_job_is_of_its_format_and_of_images_of_one_size(
+    words: tuple[str, ...], tf32: bool, divides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for = list[Any]()
+    monkeypatch.setattr(
+        train_state, "peak_flops", lambda device, dtype, *, tf32: (asked_for.append((dtype, tf32)), 6e12)[1]
+    )
+    monkeypatch.setattr(train_state, "training_flops", lambda model, shape: 3e3)
+    state, _ = state_of(*words, "model=test_resnet", "dataset.size=16")
+    assert asked_for == [(torch.float32, tf32)]
+    assert state.peak_rate == (2e9 if divides else 0)
+
+
+def test_a_state_has_the_formats_the_average_and_the_frozen_layers_of_its_job() -> None:
+    words = ("model=digitnet", "model.width=8", "precision=bf16_pure", "model.channels_last=true", "train.ema=0.5")
+    state, _ = state_of(*words, "train.freeze=['0']", "train.freeze_until=2")
+    assert {parameter.dtype for parameter in state.model.parameters()} == {torch.bfloat16}
+    kernel = next(
+        parameter for parameter in state.model.parameters() if parameter.ndim == 4 and parameter.shape[1] > 1
+    )
+    assert kernel.is_contiguous(memory_format=torch.channels_last)
+    assert state.averaged is None
+    assert state.ema is not None
+    assert all(map(torch.equal, state.ema.module.parameters(), state.model.parameters()))
+    assert {*map(id, state.ema.module.parameters())}.isdisjoint(map(id, state.model.parameters()))
+    first = [parameter.requires_grad for name, parameter in state.model.named_parameters() if name.startswith("0.")]
+    assert first == [False] * len(first)
+    assert (state.freezing.until, state.freezing.frozen(2), state.freezing.frozen(3)) == (2, True, False)
+    trained = {id(parameter) for group in state.optimizer.param_groups for parameter in group["params"]}
+    assert trained == {*map(id, state.model.parameters())}, "layers that thaw have their place in the optimizer"
+    assert not state.scaler.is_enabled()
+    frozen, _ = state_of(*words, "train.freeze=['0']")
+    assert len(frozen.optimizer.param_groups[0]["params"]) < len([*frozen.model.parameters()])
+
+
+def test_the_start_of_a_model_from_a_file_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[Any]()
+
+    def load_start(model: nn.Module, path: Path, names: Any) -> str:
+        started.append((path, names))
+        return "all but the head"
+
+    monkeypatch.setattr("lockstep.checkpoint.weights.load_start", load_start)
+    state, job = state_of(init_from="a.safetensors")
+    assert started == [(Path("a.safetensors"), job.dataset.class_names)]
+    assert state.notes == ["init_from: all but the head"]
+    assert state_of()[0].notes == []
+    without = train_state.without_start(
+        replace(resolved(*JOB, "model=resnet18", "model.pretrained=true"), init_from="a")
+    )
+    assert (without.init_from, without.starts_trained) == (None, False)
+
+
+def test_a_checkpoint_is_read_where_the_resume_says_and_takes_the_place_of_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, read = list[Any](), list[Any]()
+    found: Any = None
+    monkeypatch.setattr(train_state, "load_newest", lambda run, path: (read.append((run, path)), found)[1])
+    monkeypatch.setattr(train_state, "build_state", lambda job, *parts: built.append(job.init_from))
+    run, job = RunDir(tmp_path), replace(resolved(*JOB), init_from="a.safetensors")
+    for found, resume, start in ((None, None, "a.safetensors"), ("x", None, None), ("x", "runs/step-1", None)):
+        own = replace(job, resume=resume)
+        _, loaded = train_state.build_and_load_state(own, run, World.solo(), ANY, ANY)
+        assert (loaded, built.pop()) == (found, start)
+        assert read.pop() == (run, None if resume is None else Path(resume))
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The callbacks of torch's compiler, of which a test has its own, as it has the compiler's settings."""
+    from torch._dynamo import callback
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    handler = callback.CompilationCallbackHandler()
+    monkeypatch.setattr(callback, "callback_handler", handler)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    with warnings.catch_warnings(), dynamo.patch(recompile_limit=8), inductor.patch(compile_threads=7):
+        yield SimpleNamespace(handler=handler, dynamo=dynamo, inductor=inductor)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_model_is_compiled_for_fixed_shapes_and_main_says_so_once(
+    compiles: bool, is_main: bool, compiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, said, logged, handler = list[Any](), list[str](), list[str](), compiling.handler
+    handler.start_callbacks.append(lambda _: said.append("of an earlier run"))
+    monkeypatch.setattr(train_state.log, "say", said.append)
+    monkeypatch.setattr(train_state.log.logger, "info", lambda text, *values: logged.append(text % values))
+    now = iter([10.0, 12.5, 20.0, 21.0])
+    monkeypatch.setattr(train_state.time, "monotonic", lambda: next(now))
+    model: Any = SimpleNamespace(compile=lambda **how: calls.append(how))
+    job: Any = SimpleNamespace(model=SimpleNamespace(compile=compiles, compile_mode="max_autotune"))
+    stop, world = StopRequest(), replace(World.solo(), rank=1 - is_main, size=2)
+    stop.immediate = False
+    train_state.compile_model(model, job, world, stop)
+    if not compiles:
+        assert (calls, compiling.dynamo.recompile_limit, len(handler.start_callbacks)) == ([], 8, 1)
+        return
+    assert calls == [{"mode": "max-autotune", "dynamic": False}]
+    assert compiling.dynamo.recompile_limit == 32
+    interrupted = list[bool]()
+    for stop.undoes in (True, False):
+        handler.run_start_callbacks(ANY)
+        interrupted.append(stop.immediate)
+        handler.run_end_callbacks(ANY)
+        assert not stop.immediate
+    assert interrupted == [True, False], "only a step that is undone may be interrupted"
+    sentence = "compiling the model: the first batch of each shape takes about a minute, less the next time"
+    assert said == [sentence] * is_main
+    assert logged == ["compiled in 2.5 s", "compiled in 1.0 s"]
+    compiling.dynamo.recompile_limit = 64
+    train_state.compile_model(model, job, world, stop)
+    assert compiling.dynamo.recompile_limit == 64
+    assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "typed", "threads"), [(6, 2, False, 3), (1, 2, False, 1), (6, 2, True, 7)]
+)
+def test_ranks_share_the_cores_to_compile_with(
+    cores: int, ranks: int, typed: bool, threads: int, compiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_state, "cores", lambda: cores)
+    if typed:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+    job: Any = SimpleNamespace(model=SimpleNamespace(compile=True, compile_mode="default"))
+    model: Any = SimpleNamespace(compile=lambda **how: None)
+    train_state.compile_model(model, job, replace(World.solo(), local_size=ranks), StopRequest())
+    assert compiling.inductor.compile_threads == threads
+
+
+def test_targets_to_try_a_loss_on_have_its_wide_format_and_labels_are_left_alone() -> None:
+    job = resolved(*JOB, "dataset.classes=3", "precision=fp64", "train.mixup=0.5")
+    assert train_state._tried_targets(job, World.solo()).dtype is torch.float64
+    labels = resolved(*JOB, "dataset.classes=3", "task=multilabel", "train.mixup=0.5")
+    expected = [[0, 1, 0], [1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    assert train_state._tried_targets(labels, World.solo()).tolist() == expected
