@@ -299,4 +299,4 @@ def test_the_losses_of_a_step_are_gone_before_the_next_one_and_its_scalars_are_p
         return {"optim/lr": 0.5}
 
     assert moments.step(take, replace(shard, step=2)) == {"optim/lr": 0.5}
-    assert [(own.step, *rest) for own, *rest in seen] == [(2, 2, [], [])]
+    assert [(own.step, *facts) for own, *facts in seen] == [(2, 2, [], [])]

@@ -444,10 +444,10 @@ def test_only_a_run_on_a_gpu_says_its_memory_which_trials_do_not_count_in(
 
 
 def test_a_run_is_announced_with_its_notes_as_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[Any]()
-    monkeypatch.setattr(run_record.banner, "say_start", lambda *values: said.append(values))
+    announced = list[Any]()
+    monkeypatch.setattr(run_record.banner, "say_start", lambda *values: announced.append(values))
     monkeypatch.setattr(RunRecord, "_notes", lambda *_: ["one", "two"])
-    monkeypatch.setattr(run_record.log, "warn", said.append)
+    monkeypatch.setattr(run_record.log, "warn", announced.append)
     run, world, parts = RunDir(tmp_path), World.solo(), ("job", "data", "state")
     RunRecord(run, world).announce(*parts, "origin")  # type: ignore[arg-type]
-    assert said == [("job", run, world, "data", "state", "origin"), "one", "two"]
+    assert announced == [("job", run, world, "data", "state", "origin"), "one", "two"]

@@ -554,10 +554,10 @@ def test_a_trainer_has_the_settings_of_its_job(tmp_path: Path, monkeypatch: pyte
     assert beats == [1]
     assert [*facts["scores"].metrics] == ["f1"]
     assert facts["checkpointer"].on_saved == facts["telemetry"].observer.saved
-    told = Told()
-    facts = trainer_of_run(tmp_path / "b", monkeypatch, "model.compile=true", callbacks={"told": told})
+    callback = Told()
+    facts = trainer_of_run(tmp_path / "b", monkeypatch, "model.compile=true", callbacks={"told": callback})
     assert facts["interrupts_compiling"]
-    assert facts["moments"].callbacks.callbacks == {"told": told}
+    assert facts["moments"].callbacks.callbacks == {"told": callback}
     facts = trainer_of_run(tmp_path / "b", monkeypatch, "model.compile=false")
     assert not facts["interrupts_compiling"]
 
@@ -909,14 +909,14 @@ def test_a_checkpoint_is_read_where_the_resume_says_and_takes_the_place_of_weigh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, read = list[Any](), list[Any]()
-    found: Any = None
-    monkeypatch.setattr(train_state, "load_newest", lambda run, path: (read.append((run, path)), found)[1])
+    checkpoint: Any = None
+    monkeypatch.setattr(train_state, "load_newest", lambda run, path: (read.append((run, path)), checkpoint)[1])
     monkeypatch.setattr(train_state, "build_state", lambda job, *parts: built.append(job.init_from))
     run, job = RunDir(tmp_path), replace(resolved(*JOB), init_from="a.safetensors")
-    for found, resume, start in ((None, None, "a.safetensors"), ("x", None, None), ("x", "runs/step-1", None)):
+    for checkpoint, resume, start in ((None, None, "a.safetensors"), ("x", None, None), ("x", "runs/step-1", None)):
         own = replace(job, resume=resume)
         _, loaded = train_state.build_and_load_state(own, run, World.solo(), ANY, ANY)
-        assert (loaded, built.pop()) == (found, start)
+        assert (loaded, built.pop()) == (checkpoint, start)
         assert read.pop() == (run, None if resume is None else Path(resume))
 
 
@@ -939,9 +939,9 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_model_is_compiled_for_fixed_shapes_and_main_says_so_once(
     compiles: bool, is_main: bool, compiling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, said, logged, handler = list[Any](), list[str](), list[str](), compiling.handler
-    handler.start_callbacks.append(lambda _: said.append("of an earlier run"))
-    monkeypatch.setattr(train_state.log, "say", said.append)
+    calls, announced, logged, handler = list[Any](), list[str](), list[str](), compiling.handler
+    handler.start_callbacks.append(lambda _: announced.append("of an earlier run"))
+    monkeypatch.setattr(train_state.log, "say", announced.append)
     monkeypatch.setattr(train_state.log.logger, "info", lambda text, *values: logged.append(text % values))
     now = iter([10.0, 12.5, 20.0, 21.0])
     monkeypatch.setattr(train_state.time, "monotonic", lambda: next(now))
@@ -963,7 +963,7 @@ def test_a_model_is_compiled_for_fixed_shapes_and_main_says_so_once(
         assert not stop.immediate
     assert interrupted == [True, False], "only a step that is undone may be interrupted"
     sentence = "compiling the model: the first batch of each shape takes about a minute, less the next time"
-    assert said == [sentence] * is_main
+    assert announced == [sentence] * is_main
     assert logged == ["compiled in 2.5 s", "compiled in 1.0 s"]
     compiling.dynamo.recompile_limit = 64
     train_state.compile_model(model, job, world, stop)
