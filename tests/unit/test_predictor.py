@@ -823,3 +823,15 @@ def test_a_module_of_a_program_takes_the_weights_in_a_copy(digits: RunDir, tmp_p
     assert torch.equal(module[1].weight, before)
     with pytest.raises(InputError, match=r"^weights: .*Sequential of torch, an object that a program gave"):
         load_trained(file, device="cpu")
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_model_lies_in_memory_as_its_card_says(channels_last: bool, digits: RunDir, tmp_path: Path) -> None:
+    file, node = tmp_path / "model.safetensors", dict(read_card(digits.weights).model)
+    card = changed(digits, model={**node, "channels_last": channels_last})
+    save_file(load_file(digits.weights), file, card)
+    loaded = load_trained(file, device="cpu")
+    kernels = [own for own in loaded.model.parameters() if own.ndim == 4 and min(own.shape) > 1]
+    assert kernels
+    assert {own.is_contiguous(memory_format=torch.channels_last) for own in kernels} == {channels_last}
+    assert (loaded.memory_format is torch.channels_last) == channels_last

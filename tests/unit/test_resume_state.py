@@ -65,6 +65,7 @@ def test_a_run_that_a_callback_has_ended_goes_on_with_other_callbacks_alone(
     capsys.readouterr()
     assert trained(run, other=Other(5))["step"] == 5
     printed = capsys.readouterr()
+    assert f" from  {run.checkpoints / 'step-00000003'}, step 3\n" in printed.out
     assert (
         "resume: the checkpoint has no state of the callbacks other, which start fresh; the run no longer has the "
         "callbacks ending, whose state is dropped"

@@ -404,8 +404,9 @@ def test_a_stop_saves_what_was_counted_and_leaves_with_all_ranks_when_all_of_it_
     assert fitted(trainer) == (order, 2, "stopped at step 2 of 4 and saved")
 
 
-def test_a_stop_before_the_first_step_saves_nothing() -> None:
-    trainer = trainer_of(network(), World.solo(), micro_batches=3)
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_a_stop_before_the_first_step_saves_nothing(micro_batches: int) -> None:
+    trainer = trainer_of(network(), World.solo(), micro_batches=micro_batches)
     trainer.stop.requested = True
     with pytest.raises(StopNow):
         trainer.fit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.core.errors import InputError, NumericalError, Stopped
 from lockstep.core.tags import Monitor
 from lockstep.core.world import World
-from lockstep.optim.schedule import Plateau
+from lockstep.optim.schedule import Constant, Plateau
 from lockstep.runtime.signals import StopNow
 from lockstep.training import trainer as trainer_module
 from lockstep.training.averages import EMA
@@ -332,3 +332,55 @@ def test_tensors_of_several_formats_are_copied_each_to_its_place() -> None:
     trainer_module.copy_all(sources, targets)
     assert [target.item() for target in targets] == [1, 2.5, 3]
     trainer_module.copy_all([], [])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_only_a_step_of_several_micro_batches_can_be_stopped_within(micro_batches: int) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    trainer = trainer_of(model, World.solo(), micro_batches=micro_batches, steps=2, every=dict.fromkeys(RARELY, 9))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    passes = list[int]()
+
+    def ask(*_: Any) -> None:
+        passes.append(1)
+        trainer.stop.requested = True
+
+    model[-1].register_forward_hook(ask)
+    shard = next(iter(trainer.transforms.train(trainer.loader.train(after=0))))
+    with pytest.raises(StopNow) if micro_batches > 1 else nullcontext():
+        trainer.step_or_undo(shard)
+    assert len(passes) == 1
+    same = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])]
+    assert (len(same) == len(before)) == (micro_batches > 1)
+
+
+class Pausing(Silent):
+    """Keeps what the training waits for."""
+
+    @contextmanager
+    def pause(self, purpose: str) -> Iterator[None]:
+        self.events.append(f"{purpose} begins")
+        yield
+        self.events.append(f"{purpose} ends")
+
+
+def test_an_evaluation_and_a_checkpoint_take_their_own_time() -> None:
+    trainer = trainer_of(network(), World.solo(), steps=1, every=dict.fromkeys(RARELY, 9))
+    trainer.telemetry = trainer.checkpointer = pausing = Pausing()  # type: ignore[assignment]
+    fitted(trainer)
+    evaluation = ["evaluation begins", ("eval", 1, True), "evaluation ends"]
+    saving = ["checkpoint begins", ("save", 1, True), "checkpoint ends"]
+    assert pausing.events == [("log", 1, 0.5), *evaluation, *saving]
+
+
+def test_each_group_has_its_share_of_the_rate_and_a_log_point_that_of_the_first() -> None:
+    trainer = trainer_of(network(), World.solo(), steps=2, schedule=Constant(warmup=4))
+    first, second, *further = trainer.state.model.parameters()
+    groups = [{"params": [first], "scale": 2.0}, {"params": [second, *further], "scale": 0.25}]
+    optimizer = torch.optim.SGD(groups, lr=7.0)
+    trainer.step.state = replace(trainer.state, optimizer=optimizer)
+    rates = list[Any]()
+    for shard in trainer.transforms.train(trainer.loader.train(after=0)):
+        logged = trainer.step(shard)
+        rates.append((logged["optim/lr"], [group["lr"] for group in optimizer.param_groups]))
+    assert rates == [(0.25, [0.25, 0.03125]), (0.5, [0.5, 0.0625])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -560,6 +561,23 @@ def test_a_trainer_has_the_settings_of_its_job(tmp_path: Path, monkeypatch: pyte
     assert facts["moments"].callbacks.callbacks == {"told": callback}
     facts = trainer_of_run(tmp_path / "b", monkeypatch, "model.compile=false")
     assert not facts["interrupts_compiling"]
+
+
+def test_the_code_of_a_user_is_in_the_card_of_the_weights_and_beside_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[Any]()
+
+    def write_code(run: RunDir, codes: Any, step: int) -> dict[str, Any]:
+        written.append((run.path, codes, step))
+        return {"code": {"mine": "here"}}
+
+    monkeypatch.setattr("lockstep.runtime.user_code.write_code", write_code)
+    code: Any = {"mine": SimpleNamespace(facts={"sha256": "0" * 64})}
+    facts = trainer_of_run(tmp_path / "run", monkeypatch, code=code)
+    assert facts["checkpointer"].card.packages == {"mine": "0" * 64}
+    assert written == [(tmp_path / "run", code, 0)]
+    assert json.loads(RunDir(tmp_path / "run").environment.read_text())["code"] == {"mine": "here"}
 
 
 def test_only_a_lone_rank_may_be_stopped_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
