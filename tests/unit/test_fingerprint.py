@@ -24,6 +24,7 @@ from lockstep.training.resolved_job import (
     ResolvedJob,
     card_of,
     check_same_data,
+    chosen_options,
     describe,
     described,
     fingerprint,
@@ -283,3 +284,19 @@ def test_other_data_on_a_machine_has_its_remedy(monkeypatch: pytest.MonkeyPatch)
         ]
         * 2
     )
+
+
+def test_the_options_of_a_job_are_those_of_all_groups_one_by_one() -> None:
+    job = built("logger=[jsonl,tensorboard]", "metric=[f1,recall]", "optimizer=sgd")
+    names = [type(option).__name__ for option in chosen_options(job)]
+    assert {"DigitNet", "SGD", "JSONL", "TensorBoard", "F1", "Recall"} <= {*names}
+    assert not any(isinstance(option, dict) for option in chosen_options(job))
+
+
+def test_the_plan_of_a_job_has_each_of_its_durations() -> None:
+    words = ("batch=10", "epochs=3", "train.micro_batches=2", "telemetry.interval=2", "train.eval_every=5")
+    job = ResolvedJob.of(built(*words, "checkpoint.every=7"))
+    plan = plan_of(job, 95)
+    assert (plan.examples, plan.batch, plan.micro_batches, plan.total_steps) == (95, 10, 2, 30)
+    assert (plan.log_every, plan.eval_every, plan.save_every) == (2, 5, 7)
+    assert plan_of(replace(job, steps=4), 95).total_steps == 4

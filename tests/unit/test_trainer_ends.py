@@ -384,3 +384,27 @@ def test_each_group_has_its_share_of_the_rate_and_a_log_point_that_of_the_first(
         logged = trainer.step(shard)
         rates.append((logged["optim/lr"], [group["lr"] for group in optimizer.param_groups]))
     assert rates == [(0.25, [0.25, 0.03125]), (0.5, [0.5, 0.0625])]
+
+
+def test_callbacks_see_gradients_without_the_scale_of_the_loss() -> None:
+    gradients = list[Any]()
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        model = network()
+        trainer = trainer_of(model, World.solo(), scaler=scaler, clip_norm=1e-3)
+        own = list[torch.Tensor]()
+        reduced = replace(
+            trainer.step.listener,
+            reduced=lambda model=model, own=own: own.extend(part.grad.clone() for part in model.parameters()),
+        )
+        trainer.step.listener = reduced
+        trainer.step.update(next(iter(trainer.transforms.train(trainer.loader.train(after=0)))))
+        gradients.append(torch.cat([part.flatten() for part in own]))
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].norm() > 0.01, "not clipped"
+
+
+def test_the_outputs_of_a_network_have_the_wide_format_of_losses() -> None:
+    trainer = trainer_of(network(), World.solo())
+    trainer.state.model.float()
+    outputs = trainer.step.network([], torch.rand(2, 1, 4, 4))
+    assert (outputs.dtype, outputs.shape) == (torch.float64, (2, 3))
