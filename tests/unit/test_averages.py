@@ -94,6 +94,14 @@ def test_a_batch_norm_without_running_statistics_has_none_to_renew() -> None:
     assert ours.module[2].num_batches_tracked == 1
 
 
+def test_an_average_whose_norms_are_all_frozen_reads_no_image() -> None:
+    model = network()
+    ours, _ = averaged(model)
+    blocks = iter([torch.randn(8, 3, 6, 6)])
+    ours.renew_statistics((model[4], model[1]), blocks, 1, nn.Module.__call__, World.solo())
+    assert next(blocks, None) is not None
+
+
 def test_nothing_is_dropped_while_the_statistics_are_computed_and_each_module_has_its_mode_back() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm2d(3), nn.Dropout(0.5))

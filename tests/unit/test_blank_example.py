@@ -90,6 +90,7 @@ def test_the_blank_example_is_like_the_others_and_the_network_trains_on_behind_i
         assert wrapped(images, torch.ones(0, 2, dtype=torch.int64)).isfinite().all()
         seen, keys = network.seen.pop()
         assert (seen.shape, seen.dtype) == ((1, 3, 4, 4), images.dtype)
+        assert seen.float().std() > 0.1, "a network may divide by it"
         assert torch.equal(keys, torch.zeros(1, 2, dtype=torch.int64))
         assert (network.norm.training, network.norm.blank, network.norm.num_batches_tracked) == (True, False, 0)
     network.norm.eval()  # frozen
@@ -183,6 +184,17 @@ def test_a_batch_norm_that_cannot_take_a_single_example_is_refused_before_the_fi
     check_single_examples(POOLED, (IMAGES,), plan(1), Single(), 1, Freezing())
     with pytest.raises(InputError, match=remedy):
         check_single_examples(POOLED, (IMAGES,), plan(micro_batches), strategy, ranks, Freezing())
+
+
+def test_another_error_of_a_network_on_one_example_is_left_to_a_full_batch() -> None:
+    class Failing(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            raise ValueError("expected an even number of examples")
+
+    check_single_examples(Failing(), (IMAGES,), plan(2), Single(), 1, Freezing())
+    frozen = Freezing(norms=(POOLED[1],), until=None)
+    check_single_examples(POOLED, (IMAGES,), plan(2), Single(), 1, frozen)
+    assert POOLED[1].training
 
 
 @pytest.mark.parametrize(("until", "refused"), [(None, False), (2, True), (3, False)])

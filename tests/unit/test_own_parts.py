@@ -216,6 +216,14 @@ def test_a_loss_may_be_rounded_in_another_way_beside_other_examples_up_to_a_hund
         own_losses.check_apart("it", losses, inputs, torch.arange(4))
 
 
+def test_a_task_with_a_network_whose_outputs_are_not_known_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*parts: Any) -> None:
+        raise NotImplementedError("a tensor on the meta device has no numbers")
+
+    monkeypatch.setattr(own_losses, "sketch", fail)
+    tried(task=OwnTask(beside="contrast"))
+
+
 def test_losses_that_are_refused_on_a_few_examples_are_not_judged_and_a_wrong_shape_is() -> None:
     def fail(inputs: Tensor, targets: Tensor) -> Tensor:
         raise ValueError("too few examples")
