@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import re
 import shutil
 import socket
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +30,7 @@ from lockstep.data.datasets import packed
 from lockstep.data.datasets import photos as decode_photos
 from lockstep.data.datasets.folder import Folder
 from lockstep.diagnostics import examination, inspection, settings
-from lockstep.diagnostics.doctor import Checkup
+from lockstep.diagnostics.doctor import Checkup, doctor
 from lockstep.diagnostics.inspection import Level
 from lockstep.diagnostics.settings import Gain
 from lockstep.diagnostics.verdict import WORTH
@@ -870,3 +873,492 @@ def test_a_gpu_that_is_nearly_free_is_used_by_nobody(free: int, level: str, monk
         assert findings[-1].text.startswith(f"GPU {gpus - 1}, GPU of {gpus - 1}, {free}")
         assert findings[0].text.endswith(": another process uses it") == (level == "warning")
     assert between == [(2, True), (3, True)]
+
+
+NO_RESUME: Any = SimpleNamespace(checkpoint=None)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "32 = 1 rank x 1 micro-batch x 32; 2 steps an epoch, the last of 32, 4 in all"),
+        (("epochs=1000",), "32 = 1 rank x 1 micro-batch x 32; 2 steps an epoch, the last of 32, 2,000 in all"),
+        (("batch=20",), "20 = 1 rank x 1 micro-batch x 20; 4 steps an epoch, the last of 4, 8 in all"),
+        (
+            ("batch=30", "train.micro_batches=2", "launcher.ranks=2", "strategy=ddp"),
+            "30 = 2 ranks x 2 micro-batches x 8; 3 steps an epoch, the last of 4, 6 in all; devices wait for others, "
+            "which batch=28 avoids",
+        ),
+    ],
+)
+def test_the_global_batch_is_cut_into_ranks_and_micro_batches(words: tuple[str, ...], text: str) -> None:
+    findings = examination.batches(resolved(*FAKE_JOB, *words), NO_RESUME)
+    (batch,) = (item for item in findings if item.check == "batch")
+    assert (batch.text, batch.level) == (text, "warning" if "wait" in text else "ok")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("batch=21",), "has one image, which counts as much as a whole batch; batch=20 leaves more"),
+        (
+            ("batch=31", "train.micro_batches=31"),
+            "the last batch of an epoch has 2 images for 31 micro-batches; batch=64 leaves more",
+        ),
+    ],
+)
+def test_a_last_batch_that_is_too_small_names_the_nearest_one_that_leaves_more(
+    words: tuple[str, ...], text: str
+) -> None:
+    texts = [item.text for item in examination.batches(resolved(*FAKE_JOB, *words), NO_RESUME)]
+    assert [line for line in texts if line.endswith(text)] == texts[1:2]
+
+
+@pytest.mark.parametrize("resumed", [None, Path("checkpoint")])
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_weights_that_a_start_would_fetch_are_told_and_a_resume_has_them(
+    pretrained: bool, resumed: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolved("device=cpu", *SIXTEEN, "dataset.examples=64", "batch=32", "model=test_resnet")
+    job = replace(job, model=replace(job.model, pretrained=pretrained))
+    monkeypatch.setattr(examination, "check_resumable", lambda *_: None)
+    monkeypatch.setattr(examination, "sizes_of_checkpoints", lambda job, model: (1.0, 5e6))
+    resume: Any = SimpleNamespace(checkpoint=resumed)
+    items = {item.check: item for item in examination.batches(job, resume)}
+    assert ("weights" in items) == (pretrained and resumed is None)
+    assert "weights" not in items or items["weights"].level == "warning"
+    assert (items["files"].amount, items["files"].text) == (15e6, "the run takes up to 15 MB"), "with 10 MB of logs"
+
+
+@pytest.mark.parametrize(("until", "last"), [("1ep", 2), ("3", 3), ("50%", 2), (None, 4)])
+def test_single_examples_are_judged_by_what_is_frozen_at_the_end(
+    until: str | None, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(examination, "check_single_examples", lambda *facts: checked.append(facts))
+    words = ("model=digitnet", "model.width=8", "train.freeze=[backbone]", f"train.freeze_until={until or 'null'}")
+    [*examination.batches(resolved(*FAKE_JOB, *words), NO_RESUME)]
+    ((model, (blank,), plan, _, ranks, freezing),) = checked
+    assert [step for step in range(1, 5) if freezing.frozen(step)] == [*range(1, last + 1)]
+    assert freezing.numbers > 0
+    assert (blank.device.type, len(blank), ranks, plan.batch) == ("meta", 2, 1, 32)
+    assert next(model.parameters()).is_meta
+
+
+@pytest.mark.parametrize(("skew", "level"), [(2.0, "ok"), (2.25, "warning"), (-2.0, "ok"), (-2.25, "warning")])
+def test_two_seconds_between_the_clocks_are_too_few_to_tell(
+    skew: float, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def new_folder(**options: Any) -> Iterator[str]:
+        (folder := options["dir"] / f"{options['prefix']}x").mkdir()
+        os.utime(folder, (0, 1000))
+        yield str(folder)
+
+    monkeypatch.setattr(examination.tempfile, "TemporaryDirectory", new_folder)
+    monkeypatch.setattr(examination.time, "time", lambda: 1000.0 - skew)
+    _, clock = examination.folder(tmp_path, 0.0, lambda path: 1.0)
+    assert (clock.check, clock.level) == ("clock", level)
+    shown = (
+        f" is {skew:+.0f} s off this machine's: synchronise them (NTP)"
+        if level == "warning"
+        else " is this machine's"
+    )
+    assert clock.text == f"the clock of {tmp_path}{shown}"
+
+
+ON_TWO_RANKS = ("launcher.ranks=2", "strategy=ddp", "train.micro_batches=2")
+
+
+def test_a_slow_step_is_not_tried_and_lighter_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def time_of(job: Any, world: World, most: int | None = None) -> inspection.Finding:
+        calls.append((job.train.micro_batches, world.size, most))
+        return inspection.Finding("time", "long")
+
+    def lighter(job: Any, world: World, rate: float) -> inspection.Finding:
+        calls.append((job.train.micro_batches, world.size, world.local_size, rate))
+        return inspection.Finding("speed", "a GPU")
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(examination, "micro_batches_that_fit", None)  # is not called
+    monkeypatch.setattr(examination, "free_memory", lambda world: 8.0 / world.local_size)
+    monkeypatch.setattr(examination, "_slow_rate", lambda job, world: 2.0 * world.size)
+    monkeypatch.setattr(examination, "_time", time_of)
+    monkeypatch.setattr(examination, "lighter_work", lighter)
+    try:
+        memory, *more = examination.step(resolved(*FAKE_JOB, *ON_TWO_RANKS, "launcher.threads=1"))
+    finally:
+        torch.set_num_threads(threads)
+    assert memory == inspection.Finding(
+        "memory",
+        "a step in micro-batches of 8 images takes about 2 s: it was not tried (4.0 GB are free for a rank)",
+        Level.warning,
+    )
+    assert [item.check for item in more] == ["time", "speed"]
+    assert calls == [(2, 1, 8), (2, 2, 2, 4.0)]
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_step_is_tried_as_that_of_a_rank_among_all_with_its_threads(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def fits(job: Any, world: World, least: int) -> int:
+        calls.append((world.size, world.local_size, least, torch.get_num_threads(), type(job.strategy).__name__))
+        return least
+
+    def noted(job: Any, world: World, *more: Any) -> inspection.Finding:
+        calls.append(world.size)
+        return inspection.Finding("time", "short")
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(examination, "micro_batches_that_fit", fits)
+    monkeypatch.setattr(examination, "free_memory", lambda world: 8.0 / world.local_size)
+    monkeypatch.setattr(examination, "_slow_rate", lambda job, world: None)
+    for name in ("_time", "other_settings"):
+        monkeypatch.setattr(examination, name, noted)
+    machines = ("launcher=elastic", "launcher.nodes=2", "launcher.rendezvous=127.0.0.1:29500", "launcher.threads=3")
+    job = resolved(*FAKE_JOB, *ON_TWO_RANKS, *machines)
+    try:
+        memory, *_ = examination.step(replace(job, model=replace(job.model, compile=compiles)))
+    finally:
+        torch.set_num_threads(threads)
+    assert calls == [(4, 2, 2, 3, "Single"), 1, *[4] * (not compiles)]
+    assert memory.text == "a step in micro-batches of 4 images fits (4.0 GB are free for a rank)"
+
+
+def test_the_rank_of_a_slow_step_has_its_share_of_the_batch_and_a_compiled_one_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, of_two = resolved(*FAKE_JOB), replace(World.solo(), size=2)
+    for rate, slow in ((8.0, None), (7.9, 7.9)):
+        monkeypatch.setattr(examination, "training_rate", lambda job, world, rate=rate: rate)
+        assert examination._slow_rate(job, of_two) == slow
+    compiled = replace(job, model=replace(job.model, compile=True))
+    assert examination._slow_rate(compiled, of_two) is None
+    nine, eight = (replace(job, batch=batch) for batch in (9, 8))
+    monkeypatch.setattr(examination, "training_rate", lambda job, world: 1.0)
+    assert (examination._slow_rate(nine, World.solo()), examination._slow_rate(eight, World.solo())) == (1.0, None)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, job: Any, device: str = "cpu", *, reading: float = 0.0) -> Any:
+    """The finding for a job whose steps take half a second, and an evaluated image a quarter, on two cores."""
+    for name in ("build_data", "configure_torch"):
+        build = getattr(examination, name)
+        monkeypatch.setattr(examination, name, lambda job, world, build=build: build(job, World.solo()))
+    monkeypatch.setattr(examination, "build_parts", lambda job: job)
+    monkeypatch.setattr(examination, "cores", lambda: 2)
+    monkeypatch.setattr(examination, "_seconds_of_step", lambda parts: (reading, 0.5))
+    monkeypatch.setattr(examination, "_seconds_of_evaluated_image", lambda parts, most: 0.25)
+    return examination._time(job, World.solo(device))
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "evaluations"),
+    [
+        ((), 4 * 0.5, 2),
+        (("train.micro_batches=2",), 4 * 2 * 0.5, 2),
+        (("train.eval_every=3",), 4 * 0.5, 2),
+        (("train.eval_every=4",), 4 * 0.5, 1),
+        (("train.eval_views=2",), 4 * 0.5, 2 * 2),
+        (("train.ema=0.9",), 4 * 0.5, 2 * 2),
+    ],
+)
+def test_the_time_of_a_run_counts_its_micro_batches_its_views_and_its_averages(
+    words: tuple[str, ...], steps: float, evaluations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolved(*TIMED, *words)
+    finding = timed(monkeypatch, job, reading=9.0)
+    assert finding.amount == pytest.approx(steps + evaluations * 0.25 * len(job.dataset.eval()))
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "seconds"),
+    [
+        # An image takes 16 s / 4 images / 2 cores = 2 s. Nine steps of four images, three evaluations of twelve.
+        (("loader=streaming",), "cpu", 9 * (0.5 + 8) + 3 * 3),
+        (("loader=streaming",), "cuda:0", 9 * 8 + 3 * 3),
+        (("loader=resident",), "cpu", 24 * 2 + 9 * 0.5 + 3 * 3),
+        (("loader=resident",), "cuda:0", 24 * 2 + 9 * 0.5 + 3 * 3),
+    ],
+)
+def test_the_time_of_a_run_has_that_of_reading_its_images(
+    words: tuple[str, ...], device: str, seconds: float, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolved(*JOB, "dataset=folder", f"dataset.path={photos}", SIZE, "epochs=3", "train.eval_every=1ep", *words)
+    finding = timed(monkeypatch, job, device, reading=16.0)
+    assert finding.amount == pytest.approx(seconds)
+    assert finding.text.endswith("3.0 s an evaluation")
+
+
+def test_two_machines_read_at_the_same_time(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads two of the four images of a step, of which one takes 16 s / 2 images / 2 cores."""
+    machines = ("launcher=elastic", "launcher.nodes=2", "launcher.rendezvous=127.0.0.1:29500", "launcher.ranks=1")
+    words = (
+        *JOB,
+        "strategy=ddp",
+        "dataset=folder",
+        f"dataset.path={photos}",
+        SIZE,
+        "train.eval_every=1ep",
+        "loader=streaming",
+    )
+    finding = timed(monkeypatch, resolved(*words, *machines), reading=16.0)
+    assert finding.amount == pytest.approx(6 * (0.5 + 2 * 4) + 2 * 0.25 * 12 / 2)
+
+
+def test_all_budgets_that_end_a_run_are_named_and_a_model_that_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = resolved(*TIMED, "cost.usd_per_gpu_hour=3600", "budget.hours=1e-6", "budget.usd=0.01")
+    compiled = replace(job, model=replace(job.model, compile=True))
+    finding = timed(monkeypatch, compiled, "cuda:0")
+    usd = finding.amount  # a dollar a second
+    assert finding.text.endswith(
+        f" s an evaluation, not compiled, {usd:,.2f} USD; budget.hours=1e-06 and budget.usd=0.01 ends it before"
+    )
+    assert "USD" not in timed(monkeypatch, job).text, "no GPU is paid for"
+
+
+@pytest.mark.parametrize(("most", "seconds"), [(None, 0.5), (2, 1.0), (9, 0.5)])
+def test_an_evaluated_image_takes_its_share_of_the_second_pass(
+    most: int | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, passes, model = 0.0, iter([50.0, 2.0]), torch.nn.Linear(1, 1)
+
+    def outputs(model: torch.nn.Module, images: torch.Tensor, *formats: Any, views: int) -> torch.Tensor:
+        nonlocal now
+        assert (model.training, torch.is_inference_mode_enabled(), formats, views) == (
+            False,
+            True,
+            ("fp32", "last"),
+            1,
+        )
+        now += next(passes)
+        return images
+
+    monkeypatch.setattr(examination.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(examination, "outputs_of", outputs)
+    parts: Any = SimpleNamespace(
+        loader=SimpleNamespace(eval=lambda: iter([(torch.ones(4, 1, 2, 2), torch.zeros(4))])),
+        transforms=SimpleNamespace(eval=lambda images: images, memory_format="last"),
+        model=model.train(),
+        job=SimpleNamespace(precision="fp32"),
+    )
+    assert examination._seconds_of_evaluated_image(parts, most) == seconds
+
+
+def test_smaller_images_are_lighter_work_where_files_are_enlarged(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolved(*JOB, "dataset=folder", f"dataset.path={photos}", "dataset.decode_size=64")
+    monkeypatch.setattr(Folder, "enlarged_side", lambda source: 32)
+    others: list[Any] = []
+    for rate_of_model, shown in ((30.0, "model=mobilenetv3_small_100 3.0x, "), (5.0, ""), (None, "")):
+
+        def rate(other: Any, world: World, rate_of_model: float | None = rate_of_model) -> float | None:
+            others.append(other)
+            return rate_of_model if other.dataset == job.dataset else 20.0
+
+        monkeypatch.setattr(settings, "training_rate", rate)
+        text = settings.lighter_work(job, World.solo(), 10.0).text
+        smaller = "dataset.input_size=32 dataset.decode_size=32 2.0x the images per second (another run), or a GPU"
+        assert text == f"the steps take long on this CPU: {shown}{smaller}"
+    smaller_model, smaller_images = others[:2]
+    assert smaller_model == replace(job, model=smaller_model.model)
+    assert smaller_images.model == job.model
+    assert smaller_images.dataset == replace(job.dataset, input_size=32, decode_size=32)
+
+
+def test_other_settings_have_five_seconds_in_all_and_the_cores_of_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def tried(job: Any, others: dict[str, Any], world: World, *, seconds: float) -> dict[str, Gain]:
+        calls.append(([word for word in others if "threads" in word], world.size, seconds))
+        return {}
+
+    calls: list[Any] = []
+    monkeypatch.setattr(settings, "tried", tried)
+    monkeypatch.setattr(settings, "cores", lambda: 8)
+    settings.other_settings(resolved(*FAKE_JOB, "launcher.threads=2"), replace(World.solo(), size=2, local_size=2))
+    assert calls == [(["launcher.threads=1", "launcher.threads=4"], 2, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "strategy", "between"),
+    [
+        ("cuda", "nccl", None, [(2, True)]),
+        ("cuda", "gloo", None, [(2, False)]),
+        ("cuda", "nccl", examination.DataParallel(), [(3, True)]),
+        ("cpu", "gloo", examination.DataParallel(), []),
+    ],
+)
+def test_the_paths_of_the_gpus_of_a_job_are_tried_with_its_backend(
+    device: str, backend: str, strategy: Any, between: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: ((60 + number) * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        examination, "_between_gpus", lambda number, *, with_nccl: calls.append((number, with_nccl)) or []
+    )
+    launcher = SimpleNamespace(ranks=2, threads=1, backend=backend)
+    job: Any = SimpleNamespace(launcher=launcher, strategy=strategy, device=device)
+    texts = [item.text for item in examination.devices(job)][1:]
+    numbers = range(between[0][0] if between else 0)
+    assert texts == [f"GPU {n}, H100, {60 + n}.0 GB of 80.0 GB free: another process uses it" for n in numbers]
+    assert calls == between
+
+
+@pytest.mark.parametrize(("value", "level"), [("0", "error"), ("1", "warning"), (None, "error")])
+def test_broken_copies_are_a_warning_only_where_p2p_is_off(
+    value: str | None, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "_copies", lambda *values: False)
+    monkeypatch.setattr(examination, "name_in_nvml", str)
+    monkeypatch.setattr(examination, "path_between", lambda first, second: "NVLink")
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", value)
+    _, copies = examination._between_gpus(2, with_nccl=False)
+    assert copies.level == level
+    assert copies.text.startswith(
+        "numbers that are copied from GPU 0 to 1, 1 to 0 arrive changed: set NCCL_P2P_DISABLE=1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "steps", "devices"),
+    [
+        ("seed=1,2", 1, 1),
+        ("name=a,b", 1, 1),
+        ("epochs=2,3", 2, 1),
+        ("steps=5,6", 2, 1),
+        ("budget.hours=1,2", 2, 1),
+        ("train.eval_batch=8,16", 2, 1),
+        ("augment=none,shift", 2, 1),
+        ("dataset.examples=32,48", 2, 1),
+        ("launcher.threads=1,2", 2, 2),
+    ],
+)
+def test_a_step_is_tried_once_for_jobs_whose_steps_take_the_same(
+    word: str, steps: int, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str) -> Callable[[Any], Iterator[Any]]:
+        def check(job: Any) -> Iterator[Any]:
+            calls.append(name)
+            yield inspection.Finding(name, "seen")
+
+        return check
+
+    for name in ("step", "devices"):
+        monkeypatch.setattr(examination, name, noted(name))
+    checkup = examined("dataset=fake", "dataset.examples=64", word, multirun=True)
+    assert (calls.count("step"), calls.count("devices")) == (steps, devices)
+    assert [jobs for item, jobs in checkup.findings.items() if item.check == "step"] == [[0, 1]]
+
+
+def test_a_line_needs_the_seconds_and_the_bytes_of_all_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, places = iter([60.0, 5000.0]), list[Any]()
+    monkeypatch.setattr(
+        examination, "step", lambda job: iter([inspection.Finding("time", f"{job.seed}", amount=next(seconds))])
+    )
+    monkeypatch.setattr(
+        examination, "batches", lambda job, resume: iter([inspection.Finding("files", "some", amount=5.0)])
+    )
+    monkeypatch.setattr(examination, "folder", lambda *facts: places.append(facts) or iter([]))
+    words = ("dataset=fake", f"output_root={tmp_path}")
+    checkup = examined(*words, "epochs=1,2", multirun=True, free=len)
+    total = inspection.Finding("time", "1:24:20 for the jobs that were tried, one after another", amount=5060.0)
+    assert checkup.findings[total] == [0, 1]
+    assert places == [(tmp_path, 10.0, len)]
+    seconds = iter([60.0])
+    assert not [item for item in examined(*words).findings if "for the jobs" in item.text], "one job has its own time"
+
+
+@pytest.mark.parametrize(("everything", "look_s"), [(False, 16.0), (True, math.inf)])
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_findings_are_shown_with_their_jobs_and_their_errors_are_counted(
+    form: str,
+    everything: bool,
+    look_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = inspection.Finding("disk", "it is full", Level.error, 3.0, ("a.jpg",))
+    calls: list[Any] = []
+
+    def examine(checkup: Checkup, words: Any, *, multirun: bool) -> None:
+        calls.append((words, multirun, checkup.look_s))
+        checkup.jobs = [["seed=1"], ["seed=2"]]
+        checkup.findings = {inspection.Finding("keys", "they fit"): [0, 1], error: [1]}
+        checkup.findings |= {inspection.Finding("time", "long", Level.warning): [0, 1]}
+        checkup.findings |= {inspection.Finding("port", "in use", Level.error): [0, 1]} if everything else {}
+
+    monkeypatch.setattr(Checkup, "examine", examine)
+    errors = "2 errors" if everything else "1 error"
+    with pytest.raises(InputError, match=rf"^a run would not start: {errors}$"):
+        doctor(["seed=1,2"], multirun=True, everything=everything, form=form)
+    assert calls == [(["seed=1,2"], True, look_s)]
+    out = capsys.readouterr().out
+    if form == "json":
+        shown = json.loads(out)
+        assert shown["jobs"] == [["seed=1"], ["seed=2"]]
+        facts = {
+            "check": "disk",
+            "text": "it is full",
+            "level": "error",
+            "amount": 3.0,
+            "paths": ["a.jpg"],
+            "jobs": [1],
+        }
+        assert shown["findings"][1] == facts
+        assert len(shown["findings"]) == 3 + everything
+    else:
+        assert out.splitlines()[:3] == [
+            "ok       keys     they fit",
+            "error    disk     it is full (job 1: seed=2)",
+            "warning  time     long",
+        ]
+
+
+@pytest.mark.parametrize("lacking", [None, "train", "val"])
+def test_all_classes_are_said_to_have_images_only_where_every_split_has_all(lacking: str | None) -> None:
+    train, val = Images("train", b"a", b"b", b"c"), Images("val", b"d", b"e")
+    for split in (train, val):
+        split.labels = torch.tensor([0, 1, 1][: len(split)])
+        if split.prefix == lacking:
+            split.labels[:] = 1
+    facts = {"targets": "classes", "train": lambda: train, "eval": lambda: val, "test": lambda: None}
+    source: Any = Source(**facts, notes=list)
+    texts = [item.text for item in inspection.inspect(source, 60) if (item.check, item.level) == ("classes", "ok")]
+    assert texts == ["all 2 have images in every split: 3 to train on, 2 to evaluate"] * (lacking is None)
+
+
+@pytest.mark.parametrize(("downloads", "level"), [(True, "warning"), (False, "error")])
+def test_data_that_are_missing_are_an_error_unless_a_run_would_fetch_them(downloads: bool, level: str) -> None:
+    def missing() -> Any:
+        raise InputError("no data")
+
+    source: Any = Source(train=missing, downloads=downloads)
+    assert [(item.check, item.level, item.text) for item in inspection.inspect(source, 60)] == [
+        ("data", level, "no data")
+    ]
+
+
+def test_half_of_the_time_is_for_decoding_and_half_for_images_that_are_there_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(inspection, "_broken", lambda splits, seconds: calls.append(seconds) or [])
+    monkeypatch.setattr(inspection, "_repeated", lambda images, seconds: calls.append(seconds) or [])
+    [*inspection.inspect(Source(), 7.0)]  # type: ignore[arg-type]
+    assert calls == [3.5, 3.5]

@@ -235,3 +235,28 @@ def test_the_findings_of_a_run_are_those_of_its_whole_labels_and_its_last_epoch(
     assert "the targets are 100 in the mean, without their signs" in sentence_of("regression", {"r2": -1.0}, values)
     stopped = replace(evidence_of("multiclass", {"top1": 50.0}, classes), ended_early="it was enough")
     assert Listener(info).findings(stopped)["learning"]["override"] is None
+
+
+def test_the_evidence_of_what_a_run_has_learnt_says_how_sure_it_is() -> None:
+    interval = "95 % interval of a share (Wilson 1927)"
+    assert learning(of_photos(), PLAN, SCORES).evidence == interval
+    many = replace(SCORES, total=40_000, images=[20_000, 20_000])
+    assert learning(of_photos(), PLAN, many).evidence == "", "no interval is shown"
+    labels = resolved("device=cpu", "task=multilabel", "dataset=fake")
+    assert learning(labels, PLAN, SCORES).evidence == interval
+    values = resolved("device=cpu", "task=regression", "dataset=fake")
+    says = "with 1,000 images, an R2 up to 0.0038 may be chance"
+    for magnitude in (1.0, 100.0):
+        scores = replace(SCORES, score=-1.0, total=1000, magnitude=magnitude)
+        assert learning(values, PLAN, scores).evidence == says
+
+
+@pytest.mark.parametrize(
+    ("score", "total"), [(60.4, 1000), (90.0, 1000), (97.5, 10_000), (50.0, 38_000), (50.0, 39_000)]
+)
+def test_an_interval_is_shown_down_to_one_percentage_point(score: float, total: int) -> None:
+    interval = binomtest(round(total * score / 100), total).proportion_ci(method="wilson")
+    line = str(learning(of_photos(), PLAN, replace(SCORES, score=score, total=total, images=[total // 2] * 2)))
+    assert ("% with" in line) == (100 * (interval.high - interval.low) >= 1)
+    shown = f" ({100 * interval.low:.0f} to {100 * interval.high:.0f} % with {total:,} images)"
+    assert (shown in line) == ("% with" in line)

@@ -510,3 +510,110 @@ def test_a_setting_is_tried_if_its_turns_fit_into_the_time(
     monkeypatch.setattr(dry_run, "timed", lambda step, device: 1.0)
     monkeypatch.setattr("lockstep.diagnostics.settings.time.perf_counter", lambda: 0.0)
     assert bool(tried(job(), {"other": job()}, World.solo(), seconds=seconds)) == is_tried
+
+
+OF_FOUR = World(rank=0, local_rank=0, size=8, local_size=4, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"plan": replace(PLAN, eval_every=20), "shares": {"evaluation": 0.5, "forward": 0.5}}, "one every 20 steps"),
+        ({"plan": replace(PLAN, save_every=40), "shares": {"checkpoint": 0.5, "forward": 0.5}}, "one every 40 steps"),
+        ({"world": OF_FOUR, "shares": {"slowest_rank": 0.5, "forward": 0.5}}, "8 ranks"),
+        (
+            {"world": OF_FOUR, "shares": {"communication": 0.5, "forward": 0.5}},
+            "8 ranks, 8 images of a rank at a time",
+        ),
+        ({"world": OF_FOUR, "cores": 4, "shares": {"forward": 1.0}}, "4 cores, 4 ranks on this machine"),
+        (
+            {"world": World.solo("cuda:0"), "hardware": {"gpu_util": 40.0}, "shares": {"forward": 0.6, "step": 0.36}},
+            "96 % of the time are steps",
+        ),
+    ],
+    ids=["evaluation", "checkpoint", "slowest rank", "communication", "threads", "GPU"],
+)
+def test_the_evidence_of_a_finding_has_its_own_figures(facts: dict[str, Any], expected: str) -> None:
+    (finding,) = findings(evidence(**facts))
+    assert finding.evidence == expected
+
+
+@pytest.mark.parametrize(("work", "gain"), [(1.0, 2.0), (0.6, 1 / 0.7)])
+def test_float32_halves_the_steps_of_a_processor_without_bfloat16(
+    work: float, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: False)
+    slow = replace(job(), precision=built("precision=bf16").precision)
+    (finding,) = findings(evidence(job=slow, steps=10, shares={"backward": work, "data": 1 - work}))
+    assert finding.gain == pytest.approx(gain)
+    assert finding.another_run
+    assert finding.sentence == "this processor has no instructions for bf16"
+    assert finding.evidence == "a step takes at least 2 times as long as in float32"
+
+
+def test_the_points_of_the_checklist_have_their_order_and_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: True)
+
+    def reasons(**facts: Any) -> dict[str, str]:
+        return {item.item: item.reason for item in checklist(evidence(**facts))}
+
+    trial = "lockstep doctor tries it"
+    usual = {
+        "mixed precision": trial,
+        "TF32": "no float32 on a GPU that is known to be faster in TF32",
+        "workers and prefetch": "1 workers, 0 % of the time waiting",
+        "a larger batch": f"{trial}; it makes another run",
+        "synchronised batch norm": "the model has no batch norm",
+        "channels_last": trial,
+        "cudnn.benchmark": "cuDNN is for convolutions on a GPU",
+        "torch.compile": "takes about a minute at the first start",
+    }
+    assert [*reasons().items()] == [*usual.items()]
+    monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: False)
+    other = reasons(plan=replace(PLAN, examples=1100, batch=551), world=OF_FOUR, model=nn.BatchNorm2d(1))
+    assert other == usual | {
+        "mixed precision": "this processor has no instructions for bfloat16",
+        "a larger batch": "twice the batch is more than the 1,100 examples of the training split",
+        "synchronised batch norm": "8 images of a rank at a time",
+        "channels_last": "the model has no convolutions",
+    }
+    on_gpu = reasons(world=World.solo("cuda:0"))
+    assert on_gpu == usual | {"cudnn.benchmark": "not the same bits every time"}
+
+
+def test_each_setting_is_timed_with_its_own_threads_on_the_images_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(step: tuple[int, int], device: object) -> float:
+        calls.append((*step, torch.get_num_threads()))
+        return 1.0
+
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, examples: (world.size, examples))
+    monkeypatch.setattr(dry_run, "timed", timed)
+    one_thread = replace(job().launcher, threads=1)  # type: ignore[type-var]
+    other = replace(job(), launcher=one_thread, batch=32)
+    tried(job(), {"other": other}, replace(OF_FOUR, size=2, local_size=2), seconds=1000)
+    present, changed = (1, 32, 2), (1, 16, 1)
+    assert calls == [present, present, changed, *[present, changed] * 5]
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "seconds", "is_tried"),
+    [(2.0, 64, 22.0, True), (2.0, 64, 21.9, False), (1.0, 128, 17.0, True), (1.0, 128, 16.9, False)],
+)
+def test_the_room_of_a_setting_is_in_steps_of_the_job(
+    step: float, batch: int, seconds: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With twice the batch, the warm-up takes two steps, and five turns take fifteen."""
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, examples: examples)
+    monkeypatch.setattr(dry_run, "timed", lambda examples, device: step)
+    monkeypatch.setattr("lockstep.diagnostics.settings.time.perf_counter", lambda: 0.0)
+    assert bool(tried(job(), {"other": replace(job(), batch=batch)}, World.solo(), seconds=seconds)) == is_tried
+
+
+def test_settings_that_do_not_fit_into_the_time_do_not_keep_others_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, examples: examples)
+    monkeypatch.setattr(dry_run, "timed", lambda examples, device: 1.0)
+    monkeypatch.setattr("lockstep.diagnostics.settings.time.perf_counter", lambda: 0.0)
+    others = {"long": replace(job(), batch=128), "short": job()}
+    assert [*tried(job(), others, World.solo(), seconds=12.0)] == ["short"]
