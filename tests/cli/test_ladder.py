@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from lockstep.diagnostics.ladder_table import largest_difference, row_of, show_l
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.runtime.commands import running
 from lockstep.runtime.signals import StopNow
+from lockstep.strategy.base import Auto, Single
+from lockstep.strategy.ddp import DDP, AllReduce
 from processes import wait_for
 
 JOB = ("model=linear", "dataset=fake", "dataset.examples=64", "dataset.size=8", "batch=32", "steps=4", "name=tiny")
@@ -510,3 +513,184 @@ def test_the_chart_of_a_ladder_has_the_first_rung_on_top(monkeypatch: pytest.Mon
     assert (names, rates) == (["x" * 23 + "…", "one device"], [250.0, 100.0])
     assert axes.barh.call_args.kwargs["xerr"] == [5.0, 0.0]
     assert axes.bar_label.call_args.args[1] == ["2.50x", ""]
+
+
+def test_each_rung_has_its_own_words_and_the_ranks_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.host, "has_bfloat16", lambda: True)
+    many = ("launcher=spawn", "launcher.ranks=3")
+    of_tutorials = [
+        Rung("one device", ("strategy=single", "launcher.ranks=1")),
+        Rung("DataParallel", ("strategy=dp", "launcher.ranks=1")),
+        Rung("DDP", ("strategy=ddp", *many)),
+        Rung("DDP, torchrun", ("strategy=ddp",), ("torchrun", "--standalone", "--nproc-per-node=3")),
+        Rung("averaged by hand", ("strategy=allreduce", *many)),
+        Rung("averaged by hooks", ("strategy=allreduce_hooks", *many)),
+    ]
+    normed = Rung("DDP, own batch norm", ("strategy=ddp", "strategy.sync_batchnorm=false", *many))
+    mixed = Rung("DDP, mixed precision", ("strategy=ddp", "precision=bf16", *many))
+    job = resolved("model=whitenet", "dataset.input_size=12", "device=cpu")
+    climbed = [*rungs(job, 3, ())]
+    assert climbed[:8] == [*of_tutorials, normed, mixed]
+    assert {rung.words[1:] for rung in climbed[8:]} == {many}
+    assert {rung.words[0] for rung in climbed[8:]} == {
+        f"strategy={name}" for name in ("accelerate", "fsdp", "pipeline", "zero")
+    }
+    monkeypatch.setattr(module.host, "has_bfloat16", lambda: False)
+    assert mixed not in rungs(job, 3, ())
+    assert mixed in rungs(replace(job, device="cuda"), 3, ()), "a GPU has it"
+
+
+def test_a_strategy_of_the_users_has_its_own_name_and_one_of_a_single_rank_one_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"mine": AllReduce(), "alone": Single(), "auto": Auto(), "ddp": DDP()}
+    monkeypatch.setattr(module.components, "all_options", lambda group: options)
+    job = resolved("model=linear", "device=cpu", "precision=bf16")
+    climbed = [*rungs(job, 2, (), "mine")]
+    assert climbed[1] == Rung("mine", ("strategy=mine", "launcher=spawn", "launcher.ranks=2"))
+    assert climbed[-1] == Rung("alone", ("strategy=alone", "launcher.ranks=1"))
+    assert [rung.name for rung in climbed].count("mine") == 1
+    assert [rung.name for rung in rungs(job, 2, (), "ddp")][1] == "DataParallel", "it is one of the tutorials"
+
+
+ROW = {"rung": "one device", "img_per_s": 100.0, "spread": None, "speed_up": None, "efficiency": None}
+ROW |= {"communication": None, "memory_gb": None, "top1": 90.0, "difference": 0.0, "losses": {1: 2.0}, "lines": 0}
+
+
+@pytest.mark.parametrize(
+    ("form", "repeats", "often"), [("table", 3, "3 times"), ("table", 1, "once"), ("json", 3, "")]
+)
+def test_a_ladder_says_what_it_climbs_and_keeps_its_line(
+    form: str,
+    repeats: int,
+    often: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[Any] = []
+
+    def rows_of(ledger: Ledger, climbed: Any, number: int, gpus: int | None) -> list[dict[str, Any]]:
+        calls.append((number, gpus))
+        return [{**ROW, "change": "", "reason": ""}]
+
+    monkeypatch.setattr(module, "climb", lambda *facts: calls.append(facts))
+    monkeypatch.setattr(module, "_rows", rows_of)
+    monkeypatch.chdir(tmp_path)
+    words = (*JOB, "device=cpu", f"output_root={tmp_path}")
+    climb(*words[len(JOB) + 1 :], repeats=repeats, form=form)
+    (folder,) = (tmp_path / "ladders").iterdir()
+    (ledger, climbed, number, of_job, job), rows = calls
+    assert (ledger.folder, [rung.name for rung in climbed], number) == (folder, ["one device", "DDP"], repeats)
+    assert (of_job, job.name, rows) == (words, "tiny", (repeats, None))
+    identity = Ledger(folder).identity()
+    assert identity.words == ("ladder", *words, "--ranks=2", f"--repeat={repeats}", "--only=ddp")
+    assert (identity.swept, identity.figure) == (("repeat", "rung"), "top1")
+    assert identity.base == {"job": [*words], "ranks": 2}
+    assert re.fullmatch(r"tiny-[0-9a-f]{8}", folder.name)
+    out = capsys.readouterr().out
+    if form == "json":
+        without_losses = {key: value for key, value in ROW.items() if key != "losses"}
+        assert json.loads(out) == [{**without_losses, "change": "", "reason": ""}]
+    else:
+        assert out.splitlines()[:3] == [
+            f"2 setups, {often} each: ladders/{folder.name}",
+            "  one device            strategy=single launcher.ranks=1",
+            "  DDP                   strategy=ddp launcher=spawn launcher.ranks=2",
+        ]
+        assert out.splitlines()[-1].split() == ["picture", f"ladders/{folder.name}/ladder.svg"]
+    assert (folder / "ladder.svg").is_file()
+
+
+def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "climb", lambda *facts: None)
+    monkeypatch.setattr(module, "_rows", lambda *facts: [{**ROW, "change": "", "reason": ""}])
+    monkeypatch.setattr(module.host, "cores", lambda: 8)
+    options: dict[str, Any] = {"only": "one-device", "scripts": [], "form": "table"}
+    words = [*JOB, "device=cpu", f"output_root={tmp_path}"]
+    for ranks, repeats in ((2, 1), (2, 100), (8, 1)):
+        ladder(words, ranks=ranks, repeats=repeats, **options)
+        assert capsys.readouterr().out.startswith("1 setup, ")
+    assert len([*(tmp_path / "ladders").iterdir()]) == 2, "more repeats go on with the same ladder"
+    for wrong, says in (
+        ({"ranks": 9, "repeats": 1}, "--ranks is 9, expected from 2 to 8 on this machine: --ranks=8"),
+        ({"ranks": 2, "repeats": 101}, "--repeat is 101, expected from 1 to 100: --repeat=3"),
+    ):
+        with pytest.raises(InputError, match=f"^{says}$"):
+            ladder(words, **wrong, **options)
+
+
+@pytest.mark.parametrize(
+    ("typed", "taken"),
+    [
+        ([], ["experiment=mnist_tutorial"]),
+        (["strategy=zero", "strategy.x=1", "launcher=spawn", "launcher.ranks=4", "launcher.nodes=2"], None),
+        (
+            ["logger=[]", "repro=strict", "telemetry.report=auto", "sweep.retry=true", "output_root=a"],
+            ["output_root=a"],
+        ),
+        (["launcher.threads=2", "seed=3"], ["launcher.threads=2", "seed=3"]),
+    ],
+)
+def test_a_ladder_takes_the_line_of_a_run_without_what_its_rungs_set(
+    typed: list[str], taken: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Planned(Exception):
+        pass
+
+    def planned(words: list[str]) -> None:
+        raise Planned(words)
+
+    monkeypatch.setattr(module, "job_of", planned)
+    monkeypatch.setattr(module, "composed", lambda words: {})
+    monkeypatch.setattr(module.commands, "latest_starts", lambda values: {})
+    monkeypatch.setattr("lockstep.config.composition._compose", lambda *words, **options: None)
+    with pytest.raises(Planned) as raised:
+        ladder(typed, ranks=None, repeats=1, only=None, scripts=[], form="table")
+    taken = ["experiment=mnist_tutorial"] if taken is None else taken
+    assert raised.value.args == ([*taken, "strategy=single", "launcher.ranks=1"],)
+
+
+def test_a_row_has_the_gpus_of_a_setup_with_ranks_and_the_turns_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"one": (100.0, 100.0), "DDP": (300.0, 320.0), "half": (None, 50.0), "none": (None, None)}
+    turns = {name: iter(of) for name, of in rates.items()}
+
+    def run(ledger: Ledger, rung: Rung, record: Any, command: list[str]) -> Any:
+        if (rate := next(turns[rung.name])) is None:
+            return ledger.end(record, State.failed, exit_code=70, error=f"error {record.number}")
+        finished(ledger.folder / record.folder, rate, {1: 4.0})
+        return ledger.end(record, State.done)
+
+    monkeypatch.setattr(module, "run_rung", run)
+    climbed, ledger = [Rung(name, ("launcher=spawn",) * (name == "DDP")) for name in rates], Ledger(tmp_path)
+    ledger.create(Identity(swept=("rung",), words=("ladder",)))
+    module.climb(ledger, climbed, 2, [], SimpleNamespace())  # type: ignore[arg-type]
+    rows = module._rows(ledger, climbed, 2, 4)
+    figures = ("img_per_s", "speed_up", "efficiency", "reason", "change")
+    assert [[row[name] for name in figures] for row in rows] == [
+        [100.0, 1.0, None, "", ""],
+        [310.0, 3.1, pytest.approx(3.1 / 4), "", "launcher=spawn"],
+        [50.0, None, None, "", ""],
+        [None, None, None, "error 3", ""],
+    ]
+    assert [row["efficiency"] for row in module._rows(ledger, climbed, 2, None)] == [None] * 4
+
+
+def test_the_figures_of_several_turns_are_their_medians(tmp_path: Path) -> None:
+    facts = ((100.0, 0.1, 90.0, 1e9), (200.0, 0.2, 91.0, 2e9), (900.0, 0.9, 99.0, 9e9))
+    turns = [
+        finished(
+            tmp_path / str(number), rate, {1: 4.0}, time={"communication": share}, objective=top1, gpu_memory=size
+        )
+        for number, (rate, share, top1, size) in enumerate(facts)
+    ]
+    row = row_of("DDP", turns, None, devices=None, lines=0)
+    names = ("img_per_s", "spread", "communication", "top1", "memory_gb", "speed_up")
+    assert [row[name] for name in names] == [200.0, 400.0, 0.2, 91.0, 2.0, 1.0]
+    some = [turns[0], finished(tmp_path / "other", 100.0, {}, gpu_memory=3e9, objective=None, time=None)]
+    row = row_of("DDP", some, None, devices=None)
+    assert [row[name] for name in ("communication", "top1", "memory_gb")] == [0.1, 90.0, 2.0], "of the known ones"

@@ -18,6 +18,7 @@ from torch import nn
 import lockstep
 from helpers import NARROW
 from lockstep.core.errors import InputError, StorageError
+from lockstep.diagnostics import lr_find as module
 from lockstep.diagnostics.lr_find import RangeTest, loss_chart, lr_find, range_test
 
 JOB = (NARROW, "device=cpu", "launcher.threads=1", "train.micro_batches=2", "train.clip_norm=5")
@@ -266,3 +267,59 @@ def test_the_fewest_and_the_most_steps_are_tried_on_twice_as_many(
     with pytest.raises(Planned) as raised:
         lr_find(JOB, steps=steps, low=1e-5, high=1.0, out=None)
     assert raised.value.args == (2 * steps, None, "Constant")
+
+
+FALL = [5.0] * 10 + [3.0, 2.9, 2.7, 2.5, 2.3, 2.1, 1.9, 1.7, 1.6, 1.7]
+SUGGESTED = "a tenth of that: optimizer.lr=0.011 (this job has 0.001)"
+NOTHING = "no suggestion: no fall is larger than the noise; more --steps may show one (this job has 0.001)"
+
+
+@pytest.mark.parametrize(
+    ("steps", "losses", "lines"),
+    [
+        (20, FALL, ["20 steps, from 0.001 to 0.15: the loss is lowest, 1.6, at 0.11", SUGGESTED]),
+        (
+            21,
+            FALL,
+            [
+                "20 steps of 21, since the next one's loss was more than 4 times the lowest, from 0.001 to 0.15: the "
+                "loss is lowest, 1.6, at 0.11",
+                SUGGESTED,
+            ],
+        ),
+        (
+            3,
+            [2.0, 1.23456, 3.0],
+            ["3 steps, from 0.001 to 0.0017: the loss is lowest, 1.235, at 0.0013", NOTHING],
+        ),
+    ],
+    ids=["all", "early", "nothing"],
+)
+def test_what_was_tried_is_said_in_three_lines_or_as_json(
+    steps: int,
+    losses: list[float],
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def test_of(job: Any, *facts: Any) -> RangeTest:
+        calls.append((job.steps, *facts[:3]))
+        return test
+
+    test, calls = RangeTest(rates=[1e-3 * 1.3**step for step in range(len(losses))], losses=losses), list[Any]()
+    monkeypatch.setattr(module, "build_parts", lambda job: job)
+    monkeypatch.setattr(module, "range_test", test_of)
+    monkeypatch.chdir(tmp_path)
+    lr_find(JOB, steps=steps, low=1e-3, high=1.0, out="a.svg")
+    assert " ".join(capsys.readouterr().out.split()) == " ".join([*lines, "wrote a.svg"])
+    lr_find(JOB, steps=steps, low=1e-3, high=1.0, out="a.svg", form="json")
+    assert json.loads(capsys.readouterr().out) == {
+        "lowest": test.rates[losses.index(min(losses))],
+        "suggestion": 0.011 if len(losses) == 20 else None,
+        "lr": 0.001,
+        "picture": "a.svg",
+        "rates": test.rates,
+        "losses": losses,
+    }
+    assert calls == [(2 * steps, steps, 1e-3, 1.0)] * 2

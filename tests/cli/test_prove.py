@@ -6,15 +6,21 @@ import dataclasses
 import json
 import re
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers import built, forked, forks, result, running_fork
 from lockstep.core.errors import InputError, LockstepError, NumericalError, Stopped
+from lockstep.core.run_dir import RunDir
 from lockstep.diagnostics import prove
 from lockstep.diagnostics.prove import PROOF_OVERRIDES, Case, RunResult, cases, compare_results, for_strategy, texts
 from lockstep.runtime.signals import StopNow
@@ -397,3 +403,191 @@ def test_each_run_is_compared_with_its_reference_and_what_was_refused_is_not_com
     prove._compare_all(planned[:1], tmp_path, [], 4, "table")
     out = capsys.readouterr().out.splitlines()
     assert (out[-1], any("it took" in line for line in out)) == ("all 1 pass", False)
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(2, True), (1_000_000, True), (1_000_001, False), (0, False)])
+def test_a_proof_has_from_two_to_a_million_steps(
+    steps: int, fits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(prove, "_compare_all", lambda planned, folder, words, steps, form: numbers.append(steps))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if fits:
+        prove.prove(["model=linear"], steps=steps, ranks="2", form="json")
+        assert numbers == [steps]
+    else:
+        with pytest.raises(InputError, match=rf"^--steps is {steps}, expected from 2 to 1,000,000: --steps=20$"):
+            prove.prove(["model=linear"], steps=steps, ranks="2")
+
+
+def test_a_proof_takes_the_line_of_a_run_without_what_it_sets_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(prove, "_compare_all", lambda *values: calls.append(values))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = ["steps=500", "precision=bf16", "launcher.threads=4", "logger=tensorboard", "train.eval_every=7"]
+    prove.prove(["model=linear", "batch=8", *own, "strategy=zero", "seed=3"], steps=10, ranks="2,3", form="json")
+    ((planned, folder, words, _, form),) = calls
+    assert words == ["model=linear", "batch=8", "strategy=zero", "seed=3", "train.eval_every=100%"]
+    assert (form, folder.parent, folder.name[:14]) == ("json", tmp_path, "lockstep-prove")
+    assert f"prove trains --steps=10 steps in float64; ignored: {' '.join(own)}" in capsys.readouterr().err
+    names = names_of(planned)
+    assert {"zero 2", "zero 3", "ddp 2", "ddp 3"} < {*names}
+    assert names.index("zero 3") < names.index("ddp 2"), "the strategy of the config comes first"
+    with pytest.raises(InputError, match=r"^resume=latest: prove trains from the initial weights; remove it"):
+        prove.prove(["resume=latest"], steps=10, ranks="2")
+
+
+def test_the_cases_have_the_overrides_that_tell_them_apart() -> None:
+    planned = {case.name: case for case in cases([2, 3], micro_batches=3)}
+    assert planned["single"] == Case("single", ("strategy=single", "launcher.ranks=1", "repro=exact"), "single")
+    words = ("strategy=single", "launcher.ranks=1", "train.micro_batches=3", "repro=exact")
+    assert planned["single x 3"] == Case("single x 3", words, "single")
+    words = ("strategy=zero", "launcher.ranks=2")
+    assert planned["zero 2"] == Case("zero 2", (*words, "repro=exact"), "single")
+    words = (*words, "checkpoint.every=1", "checkpoint.keep=1000000", "repro=exact")
+    assert planned["zero 2 killed"] == Case("zero 2 killed", words, "zero 2", exact=True, killed=True)
+    words = ("strategy=auto", "repro=strict", "launcher.ranks=2")
+    assert planned["strict 2"] == Case("strict 2", words, "strict 1", exact=True)
+    assert planned["ddp 3"].overrides == ("strategy=ddp", "launcher.ranks=3", "repro=exact")
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "passes"),
+    [(0.9e-12, 0.9e-10, True), (1.2e-12, 0.0, False), (0.0, 1.2e-10, False), (-1.2e-12, 0.0, False)],
+)
+def test_a_loss_may_differ_by_1e_12_and_a_weight_by_1e_10(loss: float, weight: float, passes: bool) -> None:
+    """The largest weight is 4."""
+    result = RunResult([2.0 * (1 + loss), 1.0], nudged(4 * weight), REFERENCE.samples)
+    assert compare_results(LOOSE, result, REFERENCE)["passes"] == passes
+
+
+def test_a_row_has_its_cells_under_its_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    prove.print_row("run", "against", "loss", "weights", "samples", "")
+    prove.print_row("ddp 2 x 3", "single", "1.0e-14", "same bits", "640 same", "pass")
+    prove.print_row("zero 2", "single", "", "", "", "refused")
+    assert capsys.readouterr().out.splitlines() == [
+        "  run                  against               loss    weights     samples",
+        "  ddp 2 x 3            single             1.0e-14  same bits    640 same  pass",
+        "  zero 2               single                                             refused",
+    ]
+
+
+def test_the_time_of_the_first_run_says_how_long_all_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([100.0, 165.0])
+    planned = [Case("single", (), "single"), Case("ddp 2", (), "single"), Case("ddp 3", (), "single")]
+    monkeypatch.setattr(prove, "_run", lambda *facts: REFERENCE)
+    monkeypatch.setattr(prove.time, "monotonic", lambda: next(now, 165.0))
+    prove._compare_all(planned, tmp_path, [], 4, "table")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "it took" in line]
+    assert lines == ["  (it took 1:05, so all take 3:15 or more)"]
+
+
+class Ended:
+    """A run that has ended with a code and a text on its standard error."""
+
+    def __init__(self, code: int, err: str = "") -> None:
+        self.returncode, self.err = code, err
+
+    def communicate(self) -> tuple[str, str]:
+        return "", self.err
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The commands of the runs, each of which ends as the object at the end of the list says."""
+    commands: list[Any] = []
+
+    @contextmanager
+    def run(command: list[str]) -> Iterator[Ended]:
+        commands.insert(0, command)
+        yield commands[-1]
+
+    monkeypatch.setattr(prove, "running", run)
+    return commands
+
+
+def test_the_result_of_a_run_is_read_from_its_own_folder_and_all_its_ranks(
+    tmp_path: Path, ends: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = tmp_path / "runs" / "ddp-2", list[Any]()
+    run = RunDir.at(folder)
+    lines = [{"step": 1, "loss/train": 2.0}, {"step": 1, "loss/val": 9.0}, {"step": 2, "loss/train": 1.5}]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.logs.mkdir(exist_ok=True)
+    for rank in (0, 1):
+        sample = {"epoch": 0, "step": 1 + rank, "index": 7 + rank, "hash": 70 + rank, "rank": rank}
+        (run.logs / f"rank{rank}.samples.jsonl").write_text(json.dumps(sample) + "\n")
+    newest = run.checkpoints / "step-00000002"
+    newest.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, newest / "model.safetensors")
+    monkeypatch.setattr(prove, "latest_valid", lambda path: {run.checkpoints: newest}[path])
+    monkeypatch.setattr(prove, "_kill_halfway", lambda *facts: killed.append(facts))
+    ends.append(Ended(0))
+    case = Case("ddp 2", ("strategy=ddp",), "single")
+    for one in (case, dataclasses.replace(case, killed=True)):
+        result = prove.run_case(one, folder, ["batch=8"], 4)
+        assert result.losses == [2.0, 1.5]
+        assert {name: tensor.tolist() for name, tensor in result.weights.items()} == {"a": [1.0, 1.0]}
+        assert sorted(result.samples) == [(0, 1, 7, 70), (0, 2, 8, 71)]
+    words = ["batch=8", "strategy=ddp", f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
+    command = [sys.executable, "-m", "lockstep", "train", *words]
+    assert ends[:-1] == [command] * 2
+    assert [(words, run_dir.path, steps) for words, run_dir, steps in killed] == [(command, folder, 4)]
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "error", "sentence"),
+    [
+        (2, "lockstep: batch is odd\n", InputError, "batch is odd"),
+        (76, "lockstep: the loss is nan\n", NumericalError, "ddp 2: the loss is nan"),
+        (75, "lockstep: stopped\n", Stopped, "ddp 2: stopped"),
+        (70, "ValueError: no\n", LockstepError, "ddp 2: ValueError: no"),
+        (-9, "", LockstepError, "ddp 2: it ended with signal 9 (Killed)"),
+    ],
+)
+def test_a_run_that_fails_has_the_error_of_its_code(
+    code: int, err: str, error: type[LockstepError], sentence: str, tmp_path: Path, ends: list[Any]
+) -> None:
+    ends.append(Ended(code, err))
+    with pytest.raises(error) as raised:
+        prove.run_case(Case("ddp 2", (), "single"), tmp_path / "ddp-2", [], 4)
+    assert (type(raised.value), str(raised.value)) == (error, sentence)
+
+
+@pytest.mark.parametrize(("steps", "name"), [(2, "step-00000001"), (3, "step-00000001"), (20, "step-00000010")])
+def test_a_run_is_killed_once_half_of_its_steps_are_saved(
+    steps: int, name: str, tmp_path: Path, ends: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            (run.checkpoints / name).mkdir(parents=True)
+
+    run, waits = RunDir(tmp_path), list[float]()
+    monkeypatch.setattr(prove.time, "sleep", wait)
+    ends.append(SimpleNamespace(poll=lambda: None if len(waits) < 9 else 0))
+    prove._kill_halfway(["train"], run, steps)
+    assert (len(waits), ends[0]) == (3, ["train"])
+
+
+def test_a_run_that_ends_before_half_of_its_steps_are_saved_was_not_killed(tmp_path: Path, ends: list[Any]) -> None:
+    codes = iter([None, None, 0, 0])
+    ends.append(SimpleNamespace(poll=lambda: next(codes)))
+    says = rf"^the run in {tmp_path} ended before it could be killed; use more --steps$"
+    with pytest.raises(LockstepError, match=says):
+        prove._kill_halfway(["train"], RunDir(tmp_path), 20)
+
+
+def test_a_job_of_schedules_one_after_the_other_is_evaluated_five_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(prove, "_compare_all", lambda *values: calls.append(values[2][-1]))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for schedule in ("chain", "cosine"):
+        prove.prove(["model=linear", f"schedule={schedule}"], steps=19, ranks="2")
+    assert calls == ["train.eval_every=3", "train.eval_every=100%"]

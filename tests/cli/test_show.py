@@ -98,7 +98,9 @@ def test_a_caption_names_the_classes_of_a_mixed_image() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"images": 0}, "--images is 0, expected from 1"),
+        ({"images": 0}, "--images is 0, expected from 1 to 64: --images=4"),
+        ({"images": 65}, "--images is 65, expected from 1 to 64: --images=4"),
+        ({"epochs": 0}, "--epochs is 0, expected from 1 to 64: --epochs=4"),
         ({"epochs": 65}, "--epochs is 65, expected from 1 to 64"),
         ({"out": "no/such/show.png"}, "--out is no/such/show.png"),
         ({"out": "show.jpg"}, "--out is show.jpg, expected a file whose name ends with .png"),
@@ -159,3 +161,20 @@ def test_a_picture_has_one_to_sixty_four_rows_and_its_usual_name(
     assert (len(captions), {*captions} <= {"0", "1"}, options["heads"]) == (images, True, ["epoch 1"])
     shown = f"wrote show.png: {images} images (the first three of 4 channels) in epochs 1 to 1, augmentation: "
     assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("epochs", "longer"), [(2, 3), (64, 64)])
+def test_the_epochs_of_a_picture_are_those_of_a_run_that_is_at_least_as_long(
+    epochs: int, longer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[Any] = []
+    usual = show_module.build_data
+    monkeypatch.setattr(show_module, "build_data", lambda job, world: jobs.append(job) or usual(job, world))
+    monkeypatch.setattr(show_module, "sheet", lambda pixels, captions, **options: str(options["heads"]).encode())
+    words = ("dataset=fake", "dataset.classes=2", "dataset.channels=1", "dataset.size=8", "dataset.examples=64")
+    out = tmp_path / "a.png"
+    show(("device=cpu", "model=linear", "batch=64", *words, "epochs=3"), images=2, epochs=epochs, out=str(out))
+    ((epochs_of_job, steps, loader),) = ((job.epochs, job.steps, type(job.loader).__name__) for job in jobs)
+    assert (epochs_of_job, steps, loader) == (longer, None, "Streaming")
+    assert out.read_text() == str([f"epoch {number}" for number in range(1, epochs + 1)])
+    assert f": 2 images in epochs 1 to {epochs}, augmentation: " in capsys.readouterr().out
