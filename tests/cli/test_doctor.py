@@ -1156,18 +1156,18 @@ def test_smaller_images_are_lighter_work_where_files_are_enlarged(
 ) -> None:
     job = resolved(*JOB, "dataset=folder", f"dataset.path={photos}", "dataset.decode_size=64")
     monkeypatch.setattr(Folder, "enlarged_side", lambda source: 32)
-    others: list[Any] = []
+    variants: list[Any] = []
     for rate_of_model, shown in ((30.0, "model=mobilenetv3_small_100 3.0x, "), (5.0, ""), (None, "")):
 
         def rate(other: Any, world: World, rate_of_model: float | None = rate_of_model) -> float | None:
-            others.append(other)
+            variants.append(other)
             return rate_of_model if other.dataset == job.dataset else 20.0
 
         monkeypatch.setattr(settings, "training_rate", rate)
         text = settings.lighter_work(job, World.solo(), 10.0).text
         smaller = "dataset.input_size=32 dataset.decode_size=32 2.0x the images per second (another run), or a GPU"
         assert text == f"the steps take long on this CPU: {shown}{smaller}"
-    smaller_model, smaller_images = others[:2]
+    smaller_model, smaller_images = variants[:2]
     assert smaller_model == replace(job, model=smaller_model.model)
     assert smaller_images.model == job.model
     assert smaller_images.dataset == replace(job.dataset, input_size=32, decode_size=32)
@@ -1176,8 +1176,8 @@ def test_smaller_images_are_lighter_work_where_files_are_enlarged(
 def test_other_settings_have_five_seconds_in_all_and_the_cores_of_this_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def tried(job: Any, others: dict[str, Any], world: World, *, seconds: float) -> dict[str, Gain]:
-        calls.append(([word for word in others if "threads" in word], world.size, seconds))
+    def tried(job: Any, variants: dict[str, Any], world: World, *, seconds: float) -> dict[str, Gain]:
+        calls.append(([word for word in variants if "threads" in word], world.size, seconds))
         return {}
 
     calls: list[Any] = []

@@ -623,7 +623,7 @@ def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(
 
 
 @pytest.mark.parametrize(
-    ("typed", "taken"),
+    ("typed", "words"),
     [
         ([], ["experiment=mnist_tutorial"]),
         (["strategy=zero", "strategy.x=1", "launcher=spawn", "launcher.ranks=4", "launcher.nodes=2"], None),
@@ -635,7 +635,7 @@ def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(
     ],
 )
 def test_a_ladder_takes_the_line_of_a_run_without_what_its_rungs_set(
-    typed: list[str], taken: list[str] | None, monkeypatch: pytest.MonkeyPatch
+    typed: list[str], words: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Planned(Exception):
         pass
@@ -649,8 +649,8 @@ def test_a_ladder_takes_the_line_of_a_run_without_what_its_rungs_set(
     monkeypatch.setattr("lockstep.config.composition._compose", lambda *words, **options: None)
     with pytest.raises(Planned) as raised:
         ladder(typed, ranks=None, repeats=1, only=None, scripts=[], form="table")
-    taken = ["experiment=mnist_tutorial"] if taken is None else taken
-    assert raised.value.args == ([*taken, "strategy=single", "launcher.ranks=1"],)
+    words = ["experiment=mnist_tutorial"] if words is None else words
+    assert raised.value.args == ([*words, "strategy=single", "launcher.ranks=1"],)
 
 
 def test_a_row_has_the_gpus_of_a_setup_with_ranks_and_the_turns_that_are_done(

@@ -223,3 +223,50 @@ def test_the_other_processes_of_a_gpu_are_those_of_others(monkeypatch: pytest.Mo
     monkeypatch.setattr(gpus, "_handle", lambda gpu: gpu)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: computing)
     assert gpus.processes_on("0") == [7, 9]
+
+
+@pytest.mark.parametrize(
+    ("level", "word"), [(0, "one board"), (10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS")]
+)
+@pytest.mark.parametrize("refused", [0, 1, 4])
+def test_a_path_says_what_lies_between_two_gpus_and_whether_they_copy_to_each_other(
+    level: int, word: str, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(monkeypatch)
+    codes = {pynvml.NVML_P2P_CAPS_INDEX_WRITE: refused, pynvml.NVML_P2P_CAPS_INDEX_NVLINK: 1}
+    pairs: list[tuple[str, str]] = []
+
+    def status(first: str, second: str, index: int) -> int:
+        pairs.append((first, second))
+        return codes[index]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTopologyCommonAncestor", lambda first, second: level)
+    assert path_between("GPU-cc44", "1") == word + " without P2P" * bool(refused)
+    assert {*pairs} == {("GPU-cc44", "GPU-ab22")}
+    codes[pynvml.NVML_P2P_CAPS_INDEX_NVLINK] = 0
+    assert path_between("0", "1") == "NVLink"
+
+
+def test_the_driver_says_its_version_and_nvml_is_shut_down_after_each_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = driver(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "570.86.15")
+    assert gpus.driver_version() == "570.86.15"
+    assert free_bytes("2") == 5
+    assert processes_on("GPU-cc44") == [7]
+    nvml.refused = {"nvmlDeviceGetMemoryInfo": ERRORS[0]}
+    assert free_bytes("2") == 0
+    assert nvml.calls["nvmlInit"] == nvml.calls["nvmlShutdown"] == 4
+    nvml.refused = {"nvmlInit": ERRORS[0]}
+    assert gpus.driver_version() is None
+    assert nvml.calls["nvmlShutdown"] == 4, "it was not begun"
+
+
+def test_the_name_of_a_gpu_of_cuda_is_its_own_and_of_an_instance_that_of_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: ["GPU-aa11", "MIG-d1", "MIG-d2"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"uuid{number}"))
+    assert [name_in_nvml(number) for number in range(4)] == ["GPU-uuid0", "MIG-d1", "MIG-d2", "GPU-uuid3"]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,10 @@ from unittest.mock import MagicMock, patch
 import pynvml
 import pytest
 from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
@@ -49,6 +51,8 @@ from lockstep.records.ledger import (
     words_of_sweep,
 )
 from lockstep.records.record import Record, checked_direction
+from lockstep.records.ledger import Identity, Ledger, record_of, recorded, resumed_sweep, words_of_sweep
+from lockstep.records.record import Record, checked_direction, job_key
 from lockstep.records.runs import JobRun, read_jobs
 from lockstep.report.sweep_page import sweep_page
 from lockstep.runtime.host import CORES, VISIBLE
@@ -1876,3 +1880,577 @@ def test_a_run_beside_the_jobs_of_a_sweep_is_none_of_them(tmp_path: Path) -> Non
     for name in ("007-alone", "000-alone", "alone"):
         RunDir.at(tmp_path / name).overrides.write_text("[]")
         assert record_of(tmp_path / name) is None, name
+def test_jobs_that_follow_the_end_of_others_run_unless_the_sweep_was_stopped() -> None:
+    ended = EndedPool(0, 0, 0)
+    following = {0: ended.jobs[1:2], 1: ended.jobs[2:]}
+    ended.pool.run(ended.jobs[:1], more=lambda record: following.get(record.number, ()))
+    assert ended.states() == [State.done] * 3
+    stopped = EndedPool(75, 0, stops=True)
+    with pytest.raises(Stopped):
+        stopped.pool.run(stopped.jobs[:1], more=lambda record: stopped.jobs[1:])
+    assert stopped.states() == [State.stopped, State.waiting]
+
+
+def test_an_error_of_the_pool_leaves_no_job_alive() -> None:
+    ended = EndedPool(0, 0)
+    ended.pool.wait = lambda sentinels, seconds: None
+
+    def fail(waiting: int = 0) -> None:
+        raise KeyError("odd")
+
+    ended.pool.view.refresh = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        ended.pool.run(ended.jobs)
+    assert ended.signals == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "most", "cores", "alone"),
+    [
+        (1, None, 4, [True]),
+        (2, None, 4, [False, False]),
+        (2, None, 1, [False, True]),
+        (3, 1, 4, [True, True, True]),
+        (3, 2, 4, [False, False, True]),
+    ],
+)
+def test_a_job_beside_which_none_will_run_is_alone(
+    jobs: int, most: int | None, cores: int, alone: list[bool]
+) -> None:
+    ended = EndedPool(*[0] * jobs, most=most)
+    ended.pool.devices = Devices([], cores)
+    ended.pool.run(ended.jobs)
+    assert [ended.processes[number].share.alone for number in range(jobs)] == alone
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "error"),
+    [
+        (
+            70,
+            State.failed,
+            "the process ended with exit code 70, and nothing says why; its output is in jobs/000.log",
+        ),
+        (1, State.failed, "the process ended with exit code 1, and nothing says why; its output is in jobs/000.log"),
+        (-15, State.failed, "the process was killed (SIGTERM), and nothing says why; its output is in jobs/000.log"),
+        (75, State.stopped, "stopped before a step was finished; nothing is lost: rerun the command, or use"),
+        (0, State.done, ""),
+    ],
+)
+def test_the_record_of_a_job_that_wrote_none_has_its_code_and_where_its_output_is(
+    code: int, state: State, error: str
+) -> None:
+    ended = EndedPool(code)
+    ended.pool.run(ended.jobs)
+    record = ended.ledger.read(job(0))
+    assert (record.state, record.exit_code) == (state, {State.failed: 70, State.stopped: 75, State.done: 0}[state])
+    assert record.error.startswith(error.format("jobs/000.log"))
+    assert record.error == error.format("jobs/000.log") or state is State.stopped
+
+
+def test_a_job_that_was_suspended_on_its_own_hears_a_stop() -> None:
+    stopped = EndedPool(75, 75, stops=True)
+    with pytest.raises(Stopped):
+        stopped.pool.run(stopped.jobs)
+    for number in (0, 1):
+        sent = [name for job_number, name in stopped.signals if job_number == number]
+        assert len(sent) >= 2
+        assert {*zip(sent[::2], sent[1::2], strict=True)} == {(signal.SIGTERM, signal.SIGCONT)}
+    cut = EndedPool(75)
+    cut.pool.running = [(cut.jobs[0], Share(), cut.start(cut.ledger, cut.jobs[0], Share()))]
+    cut.pool.send(signal.SIGINT)
+    assert (cut.signals, cut.pool.has_killed) == ([(0, signal.SIGINT)], False)
+
+
+class Left(BaseException):
+    """The process of a job has ended."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentences"),
+    [
+        (None, 0, []),
+        (NumericalError("nan"), 76, ["nan"]),
+        (Stopped("saved"), 75, ["saved"]),
+        (KeyError("odd"), 70, []),
+    ],
+    ids=repr,
+)
+def test_the_process_of_a_job_writes_to_its_log_and_ends_with_the_code_of_its_error(
+    error: Exception | None, code: int, sentences: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    def copy(source: int, target: int) -> None:
+        copies.append((str(Path(f"/proc/self/fd/{source}").readlink()), target))
+
+    def record_job(*facts: Any) -> None:
+        recorded_jobs.append((facts, {name: os.environ.get(name) for name in ("OWN", "OF_SHARE", CORES)}))
+        if error is not None:
+            raise error
+
+    shown, copies, recorded_jobs, tracebacks = list[str](), list[Any](), list[Any](), list[int]()
+    for name, value in (("OWN", "program"), ("OF_SHARE", "program"), (CORES, "9")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pool.os, "dup2", copy)
+    monkeypatch.setattr(pool, "leave", leave)
+    monkeypatch.setattr(pool, "recorded", record_job)
+    monkeypatch.setattr(pool, "explain", lambda error: shown.append(str(error)))
+    monkeypatch.setattr(pool.traceback, "print_exc", lambda: tracebacks.append(1))
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    one = SweepJob(record, Needs(), float, (), {"OWN": "job", CORES: "2"})
+    with pytest.raises(Left) as left:
+        pool._serve(ledger, one, Share(cores=3))
+    assert left.value.args == (code,)
+    assert recorded_jobs == [((ledger, record, float), {"OWN": "job", "OF_SHARE": "program", CORES: "2"})]
+    log = str(tmp_path / "jobs" / "000.log")
+    assert copies == [(log, sys.stdout.fileno()), (log, sys.stderr.fileno())]
+    assert (shown, len(tracebacks)) == (sentences, isinstance(error, KeyError))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_fork_begins_with_stops_held_and_the_pool_hears_them_again(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[set[int]] = []
+
+    def start() -> None:
+        held.append({*signal.pthread_sigmask(signal.SIG_BLOCK, [])})
+        if fails:
+            raise OSError("no process")
+
+    process = SimpleNamespace(start=start)
+    monkeypatch.setattr(pool, "Fork", lambda target: process)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    values: Any = (begun, job(0), Share())
+    if fails:
+        with pytest.raises(OSError, match="no process"):
+            pool.forked(*values)
+    else:
+        assert pool.forked(*values) is process  # type: ignore[comparison-overlap]
+    assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} <= held[0]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_a_fresh_job_has_no_input_and_its_output_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+
+    def fresh(words: list[str], variables: dict[str, str], **options: Any) -> None:
+        started.append({name: getattr(value, "name", value) for name, value in options.items()})
+
+    monkeypatch.setattr(pool, "Fresh", fresh)
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    pool.fresh(ledger, SweepJob(record, Needs(), lambda: None, ()), Share(), {}, cwd="elsewhere")
+    log = str(tmp_path / "jobs" / "000.log")
+    assert started == [{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": "elsewhere"}]
+
+
+def test_a_job_with_a_gpu_takes_no_cores_from_those_without() -> None:
+    devices = Devices(["a"], 4)
+    share = devices.take(Needs(gpus=1, cores=4))
+    assert share == Share(gpus=("a",), cores=4)
+    devices.give_back(share)
+    assert devices.take(Needs(cores=3)) == Share(cores=3)
+    assert devices.take(Needs(cores=2)) is None
+    assert devices.take(Needs(gpus=1)) is not None
+    devices.give_back(Share(cores=3))
+    assert devices.take(Needs(cores=9)) == Share(cores=4)
+    assert devices.take(Needs(cores=1)) is None
+
+
+def test_the_devices_of_a_machine_are_those_that_others_leave_with_their_cores_and_their_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes = {"a": [], "b": [17, 18], "c": []}
+    monkeypatch.setattr("lockstep.runtime.gpus.visible_gpus", lambda: [*processes])
+    monkeypatch.setattr("lockstep.runtime.gpus.processes_on", processes.__getitem__)
+    monkeypatch.setattr("lockstep.runtime.gpus.free_bytes", lambda gpu: {"a": 5, "c": 7}[gpu])
+    monkeypatch.setattr("lockstep.sweeps.devices.cores", lambda: 6)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    devices = Devices.of_machine()
+    assert (devices.gpus, devices.cores, devices.all) == (["a", "c"], 6, Needs(2, 6))
+    assert (devices.free_memory("a"), devices.free_memory("c")) == (5, 7)
+    for _ in range(2):
+        devices.check([Needs(gpus=1)])
+    says = "skipped, because others use them: GPU 1 (process 17); CUDA_VISIBLE_DEVICES names GPUs to use all the same"
+    assert capsys.readouterr().out.split("\n") == [says, ""], "once"
+
+
+def test_what_a_kind_takes_is_the_most_that_a_job_of_it_took() -> None:
+    devices = Devices(["a"], 4, lambda gpu: 10)
+    for measured, most in ((4, 4), (6, 6), (3, 6), (None, 6)):
+        devices.give_back(Share(), "x", measured)
+        assert devices.of_kind == {"x": most}
+    devices.give_back(Share(), "", 9)
+    devices.give_back(Share(), "y")
+    assert devices.of_kind == {"x": 6}
+
+
+def test_a_job_without_enough_evaluations_has_the_score_of_its_record(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    evaluated(ledger, job(0), 2.0, 5.0)
+    assert search.score_at(ledger, job(0, objective=7.0), 0.5, Direction.maximize) == 5.0
+    assert search.score_at(ledger, job(0, objective=7.0), 0.75, Direction.maximize) == 7.0
+    assert search.evaluations(ledger, job(0)) == [(0.25, 2.0), (0.5, 5.0)]
+    assert search.evaluations(ledger, job(1)) == []
+    assert search.shares(0, 3) == [1]
+
+
+@pytest.fixture
+def five(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepView:
+    """A sweep of five jobs on a wide terminal: two are done, one has failed, one runs, and one waits."""
+    ledger = Ledger(tmp_path)
+    ledger.create(replace(ONE, swept=("lr",), figure="top1"))
+    records = ledger.enter([([f"lr={number}", "batch=8"], f"lr={number}") for number in range(5)])
+    for record, score in zip(records[:2], (80.0, 90.0), strict=True):
+        (tmp_path / record.folder).mkdir()
+        ledger.end(ledger.start(record), State.done, objective=score)
+    ledger.end(ledger.start(records[2]), State.failed, exit_code=2, error="no")
+    (tmp_path / records[3].folder).mkdir()
+    (tmp_path / records[3].folder / "summary.json").write_text('{"steps": 40, "steps_per_epoch": 16}')
+    ledger.write(replace(ledger.start(records[3]), started=1000.0))
+    view = view_of(ledger)
+    monkeypatch.setattr(type(view.live), "is_started", True)
+    monkeypatch.setattr(time, "time", lambda: 1100.0)
+    view.live.console.width = 200
+    return view
+
+
+def drawn(view: SweepView, waiting: int = 0) -> list[str]:
+    """The lines that a sweep draws."""
+    with patch.object(view.live, "update") as update:
+        view.refresh(waiting)
+    return [getattr(line, "plain", str(line)).rstrip() for line in update.call_args.args[0].renderables]
+
+
+def test_the_live_lines_show_the_running_jobs_and_how_far_the_sweep_is(five: SweepView) -> None:
+    assert drawn(five) == ["done 3 of 5  running 1  failed 1  best 90.00 (job 1)"]
+    record = five.ledger.read(five.records[3])
+    five.started(record)
+    head, row, summary = drawn(five, 1)
+    assert head.split() == ["job", "lr", "epoch", "val", "top-1", "img/s", "left"]
+    assert row.split() == ["3", "3", "1/3", "starting"]
+    assert summary == "done 3 of 5  running 1  failed 1  best 90.00 (job 1)", "no pace is known"
+    figures = {"perf/img_per_s": 1234.4, "acc/val_top1": 61.5}
+    add(JobRun(five.ledger, record, five.monitor), {"step": 17, "time": 1085.0, **figures})
+    # 17 steps in 85 s: 40 take 200 s, so 115 s from then on, of which 15 are over; and 200 s of the job that waits.
+    _, row, summary = drawn(five, 1)
+    assert row.split() == ["3", "3", "2/3", "61.50", "1,234", "1:40"]
+    ends = datetime.fromtimestamp(1100.0 + 300).strftime("%H:%M")
+    assert summary == f"done 3 of 5  running 1  failed 1  best 90.00 (job 1)  left 5:00  ends {ends}"
+    five.left = 2
+    assert drawn(five, 1)[-1].startswith("done 3 of 7  running 1  failed 1  best 90.00 (job 1)  left 11:40  ends ")
+
+
+@pytest.mark.parametrize(("seconds", "form"), [(12 * 3600 - 1, "%H:%M"), (12 * 3600, "%a %H:%M")])
+def test_an_end_in_twelve_hours_or_later_has_its_day(seconds: float, form: str, five: SweepView) -> None:
+    five.durations = [seconds]
+    ends = datetime.fromtimestamp(1100.0 + seconds).strftime(form)
+    assert drawn(five, 1)[-1].endswith(f"  ends {ends}")
+
+
+@pytest.mark.parametrize(
+    ("step", "epoch"), [(0, "1/3"), (1, "1/3"), (16, "1/3"), (17, "2/3"), (33, "3/3"), (40, "3/3")]
+)
+def test_an_epoch_ends_with_its_last_step(step: int, epoch: str, running: JobRun) -> None:
+    progress = JobProgress(running)
+    progress.update(running.record, 1.0)
+    progress.step = step
+    assert progress.epoch == epoch
+    progress.steps_per_epoch = 0
+    assert progress.epoch == {0: "0 %", 1: "2 %", 16: "40 %", 17: "42 %", 33: "82 %", 40: "100 %"}[step]
+    progress.steps = 0
+    assert progress.epoch == ""
+
+
+def test_the_rate_and_the_time_of_a_job_are_those_of_its_last_lines_that_have_them(
+    running: JobRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = JobProgress(running)
+    monkeypatch.setattr(time, "time", lambda: 5000.0)
+    add(running, {"step": 10, "time": 4000.0, "perf/img_per_s": 99.0}, {"step": 12, "time": 4100.0})
+    progress.update(running.record, 1.0)
+    assert (progress.rate, progress.logged_at, progress.step) == (99.0, 4100.0, 12)
+    add(running, {"step": 14})
+    with running.run_dir.metrics.open("a") as file:
+        file.write("no line\n[1]\n")
+    progress.update(running.record, 1.0)
+    assert (progress.rate, progress.logged_at, progress.step) == (99.0, 5000.0, 14)
+
+
+def test_only_the_first_job_says_where_its_log_is_and_on_a_terminal_no_other_says_that_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(11)])
+    for is_live in (False, True):
+        view = SweepView(ledger, begun="submitted")
+        view.enter(records, [])
+        monkeypatch.setattr(type(view.live), "is_started", is_live)
+        for record in records[:2]:
+            view.started(record)
+        first = "job  0  seed=0  submitted; its log: jobs/000.log"
+        assert capsys.readouterr().out.splitlines() == [first, *["job  1  seed=1  submitted"] * (not is_live)]
+
+
+def test_the_line_of_an_end_has_the_jobs_that_a_search_has_left_and_a_score_only_of_a_job_that_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(5)])
+    view = SweepView(ledger)
+    view.enter(records, [], 9)
+    times = {"started": 100.0, "ended": 165.0}
+    facts: list[dict[str, Any]] = [
+        {"state": State.done, "objective": 90.0, **times},
+        {"state": State.pruned, "objective": 70.0, **times},
+        {"state": State.waiting, "objective": 60.0, **times},
+        {"state": State.stopped, "exit_code": 74, "error": "full", **times},
+        {"state": State.stopped, "exit_code": 75, "error": "saved"},
+    ]
+    for record, of_record in zip(records, facts, strict=True):
+        (tmp_path / record.folder).mkdir()
+        view.ended(replace(record, **of_record))
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
+        " 1 of 14  job 0  seed=0  done 90.00  in 1:05",
+        " 2 of 14  job 1  seed=1  pruned  in 1:05",
+        " 2 of 14  job 2  seed=2  paused  in 1:05",
+        " 2 of 14  job 3  seed=3  stopped: full  in 1:05",
+        " 2 of 14  job 4  seed=4  stopped: saved",
+    ]
+    assert shown.err == "lockstep: job 3: full\n", "a full disk is a failure, a stop is none"
+
+
+def test_a_job_of_a_line_that_varies_nothing_is_as_configured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(replace(ONE, swept=()))
+    view = SweepView(ledger)
+    view.enter(ledger.enter([(["batch=8"], "a")]), [])
+    view.ended(replace(view.records[0], state=State.failed))
+    assert capsys.readouterr().out == "1 of 1  job 0  as configured  failed\n"
+
+
+def test_the_table_of_a_sweep_leads_to_the_output_of_jobs_that_ended_by_no_mistake_or_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(5)])
+    for record, code in zip(records[:4], (2, 70, 75, 76), strict=True):
+        state = State.stopped if code == 75 else State.failed
+        ledger.end(ledger.start(record), state, exit_code=code, error=f"error {code}")
+    view = SweepView(ledger)
+    view.enter(records[:4], [])
+    view.show_table()
+    out = capsys.readouterr().out
+    assert out.startswith(f"sweep in {tmp_path.name}\n")
+    printed = [f"    what it printed: {tmp_path.name}/jobs/{number:03}.log" for number in (1, 3)]
+    assert [line for line in out.splitlines() if "printed" in line] == printed
+    assert not re.search(r"^ *4 ", out, re.MULTILINE), "a job of another call"
+    lines = out.splitlines()
+    assert lines[lines.index(printed[0]) - 1].endswith("error 70")
+
+
+def submitting(jobs: list[list[str]], submits: list[bool], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """A launcher for jobs of which some submit themselves, and the configs of those that have."""
+    launcher, ran = launcher_of(jobs, monkeypatch), list[Any]()
+    for words, submitted in zip(jobs, submits, strict=True):
+        launcher.planned[tuple(words)] = " ".join(words), Needs(submits=submitted)
+    monkeypatch.setattr(launcher, "_run", ran.append)
+    return launcher, ran
+
+
+@pytest.mark.parametrize(
+    ("submits", "ran", "entered"),
+    [([True, True], ["seed=1", "seed=2"], None), ([True, False], ["seed=1"], [1]), ([False, False], [], [0, 1])],
+)
+def test_jobs_that_submit_themselves_do_so_at_once(
+    submits: list[bool],
+    ran: list[str],
+    entered: list[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = [["seed=1"], ["seed=2"]]
+    launcher, submitted = submitting(jobs, submits, monkeypatch)
+    records, to_run_here = launcher._enter(begun(tmp_path), jobs, 0)
+    assert (submitted, [record.number for record in records]) == (ran, [0, 1])
+    assert (to_run_here and [job.record.number for job in to_run_here]) == entered
+    for job in to_run_here or ():
+        job.function()
+        assert submitted[-1] == " ".join(job.record.overrides), "each has its own config"
+    launcher.search = SimpleNamespace()
+    if any(submits):
+        with pytest.raises(
+            InputError, match=r"hydra/sweeper=optuna chooses by the scores of jobs, and launcher=slurm"
+        ):
+            launcher._enter(begun(tmp_path), jobs, 0)
+
+
+def test_a_wrong_job_is_named_by_its_number_and_by_what_it_varies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [["seed=1", "batch=8"], ["seed=2", "batch=8"]]
+    launcher = launcher_of(jobs, monkeypatch)
+    launcher.planned[tuple(jobs[1])] = InputError("one mistake", "another")
+    with pytest.raises(pool_launcher.WrongJob) as raised:
+        launcher._enter(begun(tmp_path), jobs, 3)
+    assert str(raised.value) == "job 4 (seed=2): one mistake\njob 4 (seed=2): another"
+    assert raised.value.__cause__ is launcher.planned[tuple(jobs[1])]
+    launcher.planned[("batch=8",)] = InputError("one mistake")
+    with pytest.raises(pool_launcher.WrongJob, match=r"^job 0: one mistake$"):
+        launcher._enter(begun(tmp_path), [["batch=8"]], 0)
+
+
+def test_a_job_is_its_config_where_the_app_says_so_and_else_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = launcher_of([["a=1"], ["a=2"]], monkeypatch)
+    launcher.planned[("a=1",)] = None, Needs(identity="one")
+    launcher.planned[("a=3",)] = InputError("odd")
+    assert launcher.identify(["a=1"]) == "one"
+    assert launcher.identify(["a=2", "b=1"][:1]) == job_key(["a=2"])
+    assert launcher.identify(["a=3"]) == job_key(["a=3"])
+
+
+def test_a_folder_of_a_job_is_named_after_what_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = launcher_of([["seed=1", "batch=8"], ["batch=8"]], monkeypatch)
+    records = launcher._recorded(begun(tmp_path), [["seed=1", "batch=8"], ["batch=8"]])
+    assert [record.folder for record in records] == ["000-seed=1", "001-defaults"]
+
+
+@pytest.mark.parametrize(
+    ("value", "score"), [(2, 2.0), (1.5, 1.5), (True, 1.0), (None, None), ("9", None), ({}, None)]
+)
+def test_the_score_of_a_job_is_the_number_that_it_returns(
+    value: object, score: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(**options: Any) -> Any:
+        folder = Path(options["config"].hydra.sweep.dir, options["config"].hydra.sweep.subdir)
+        folder.mkdir(parents=True)
+        if value == "9":
+            (folder / "file").touch()
+        calls.append((options["job_dir_key"], options["job_subdir_key"], options["task_function"]))
+        return SimpleNamespace(return_value=value)
+
+    calls: list[Any] = []
+    launcher = launcher_of([], monkeypatch)
+    launcher.task_function, launcher.hydra_context = print, None
+    monkeypatch.setattr(pool_launcher, "run_job", run)
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path / "sweep"), "subdir": "000-a"}}})
+    returned = launcher._run(config)
+    assert (returned, type(returned)) == (score, type(score))
+    assert calls == [("hydra.sweep.dir", "hydra.sweep.subdir", print)]
+    assert (tmp_path / "sweep").exists() == (value == "9"), "what it has made and left empty goes again"
+
+
+def test_a_job_has_its_number_and_its_folder_in_its_config_and_in_hydra() -> None:
+    launcher: Any = pool_launcher.PoolLauncher(None, 0, 1, "maximize")
+    launcher.config = OmegaConf.create({"hydra": {"sweep": {"dir": "sweeps/one"}}})
+    facts = {"job": {"id": "x", "num": -1}, "sweep": {"dir": "other", "subdir": "y"}}
+    config = OmegaConf.create({"hydra": facts})
+    OmegaConf.set_readonly(config, True)
+    before = HydraConfig.instance().cfg
+    try:
+        launcher._number(config, 7, "007-a")
+        assert HydraConfig.instance().cfg is config
+    finally:
+        HydraConfig.instance().cfg = before
+    job_facts = {"job": {"id": "7", "num": 7}, "sweep": {"dir": "sweeps/one", "subdir": "007-a"}}
+    assert OmegaConf.to_container(config.hydra) == job_facts
+
+
+@pytest.mark.parametrize("mode", ["all", "halving", "search"])
+def test_a_line_runs_its_jobs_and_shows_their_table_also_after_an_error(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+
+    def run(jobs: Any, enough: Any = None, more: Any = None, cut: Any = None) -> None:
+        calls.append(([job.record.number for job in jobs], enough, cut))
+        if more is not None:
+            calls.append(more(jobs[0].record))
+        raise KeyError("odd")
+
+    launcher = launcher_of([["seed=1"]], monkeypatch)
+    launcher.config = OmegaConf.create({"hydra": {"overrides": {"task": ["seed=1"]}}})
+    launcher.view, launcher.objectives = MagicMock(), ["score", "seconds"]
+    monkeypatch.setattr(launcher, "_devices", lambda: Devices([], 4))
+    monkeypatch.setattr(launcher, "_pool", lambda *facts: SimpleNamespace(run=run))
+    if mode == "halving":
+        launcher.halving = 3
+        monkeypatch.setattr(launcher, "_enter", lambda ledger, jobs, first: entered)
+        monkeypatch.setattr(
+            search, "halve", lambda pool, records, jobs, factor: calls.append((factor, [*jobs])) or 1 / 0
+        )
+    if mode == "search":
+        launcher.search = SimpleNamespace(follow=lambda record=None: ["follows", record], has_enough="enough")
+        monkeypatch.setattr(
+            launcher, "_enter_drawn", lambda ledger, view, drawn: entered[1] if not drawn[1] else drawn
+        )
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    entered = [record], [SweepJob(record, Needs(), lambda: None, ())]
+    with pytest.raises(ZeroDivisionError if mode == "halving" else KeyError):
+        launcher._launch(ledger, [["seed=1"]], 0)
+    expected = {"all": [([0], None, None)], "halving": [(3, [0])]}
+    expected["search"] = [([0], "enough", State.pruned), ["follows", record]]
+    assert calls == expected[mode]
+    launcher.view.show_table.assert_called_once_with(["score", "seconds"])
+    assert ledger.identity().words == ("seed=1",)
+    assert ("this sweep is one job; values with commas make more" in capsys.readouterr().err) == (mode != "search")
+
+
+def test_what_files_say_of_the_devices_and_the_direction_of_jobs_is_refused_as_typed_words_are(
+    tmp_path: Path,
+) -> None:
+    for key, value, says in (
+        ("launcher.gpus", 2, "hydra.launcher.gpus=2 has no effect: launcher.ranks and launcher.threads say"),
+        ("launcher.cores", 3, "hydra.launcher.cores=3 has no effect: launcher.ranks and launcher.threads say"),
+        (
+            "sweeper.direction",
+            "minimize",
+            "hydra.sweeper.direction=minimize, but the jobs are compared by monitor=auto",
+        ),
+    ):
+        words = ["hydra/sweeper=optuna"] * key.startswith("sweeper")
+        config = line(tmp_path, *words)
+        with open_dict(config.hydra):
+            OmegaConf.update(config, f"hydra.{key}", value, force_add=True)
+        with pytest.raises(InputError, match=f"^{re.escape(says)}"):
+            choose_folder(config)
+    for key, value in (("launcher.gpus", 1), ("launcher.cores", None)):
+        config = line(tmp_path)
+        with open_dict(config.hydra):
+            OmegaConf.update(config, f"hydra.{key}", value, force_add=True)
+        choose_folder(config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "jobs"), [([1], "job 1"), ([0, 2], "jobs 0, 2"), ([0, 1, 2], "jobs 0-2"), ([], "")]
+)
+def test_the_jobs_that_were_trained_with_other_code_are_named(
+    changed: list[int], jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def code_here(names: set[str]) -> str:
+        assert names == {"mine", "own"}
+        return "here"
+
+    codes: Any = {number: {"mine": {"old": number in changed}, "own": {}} for number in range(3)}
+    both = {"own": "b.py", "mine": "a.py"}
+    monkeypatch.setattr("lockstep.runtime.user_code.code_here", code_here)
+    monkeypatch.setattr(
+        "lockstep.runtime.user_code.changes",
+        lambda code, here: both if code["mine"]["old"] and here == "here" else {},
+    )
+    line_of_sweep._say_other_code(codes)
+    out = " ".join(capsys.readouterr().out.split())
+    remedy = "sweep.resume=new trains all again; to train one again, remove its folder"
+    assert out == (
+        f"warning: trained with other code of mine (a.py), own (b.py): {jobs}; {remedy}" if changed else ""
+    )

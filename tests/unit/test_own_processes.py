@@ -267,3 +267,13 @@ def test_a_thread_keeps_more_threads_than_cores_unless_a_variable_says_when_they
         assert teams == ([cores + 1] if variable is None else [])
         assert len(holders()) == (variable is None)
     assert holders() == []
+
+
+@pytest.mark.parametrize(("threads", "can"), [(0, False), (1, True), (2, False)])
+def test_a_process_of_one_thread_can_be_forked(
+    threads: int, can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(threads):
+        (tmp_path / str(number)).mkdir()
+    monkeypatch.setattr(forking, "Path", {"/proc/self/task": tmp_path}.__getitem__)
+    assert forking.can_fork() == can

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
@@ -21,6 +22,7 @@ from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run import State
 from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import job_key
 from lockstep.sweeps.search import Search
 from lockstep.sweeps.sweepers import OptunaSweeper, distribution
 
@@ -489,3 +491,91 @@ def test_a_search_is_cut_by_its_own_pruner_alone_and_by_the_score(
     searching.settings.sweep = block
     with pytest.raises(InputError, match=sentence):
         searching.sweep([*LINE])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"n_jobs": 0}, "hydra.sweeper.n_jobs is 0, expected a whole number from 1"),
+        ({"seed": -1}, "hydra.sweeper.seed is -1, expected a whole number from 0"),
+        ({"pruner": "nope"}, "hydra.sweeper.pruner is 'nope', expected one of none, median, halving"),
+        ({"direction": "up"}, "hydra.sweeper.direction is 'up', expected one of maximize, minimize"),
+        ({"n_trials": 1.5}, "hydra.sweeper.n_trials is 1.5, expected a whole number from 1"),
+    ],
+)
+def test_a_wrong_setting_of_a_search_is_named_with_what_it_may_be(
+    tmp_path: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=f"^{sentence}"):
+        sweeper(tmp_path, SimpleNamespace(), **settings).sweep([*LINE])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "kind"), [("tpe", "TPESampler"), ("random", "RandomSampler"), ("qmc", "QMCSampler")]
+)
+def test_a_sampler_is_optunas_with_the_seed_of_the_search_and_of_its_trials(
+    sampler: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: dict[tuple[int, int], int] = {}
+
+    def noted(seed: int) -> str:
+        seeds[searching.study["seed"], ended] = seed
+        return kind
+
+    monkeypatch.setattr(optuna.samplers, kind, noted)
+    for own, ended in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
+        searching = sweeper(tmp_path, SimpleNamespace(), sampler=sampler, seed=own)
+        assert searching._sampler(ended) == kind
+    expected = {pair: int(np.random.SeedSequence(pair).generate_state(1)[0]) for pair in seeds}
+    assert seeds == expected
+    assert len({*seeds.values()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("pruner", "kind"), [("none", "NopPruner"), ("median", "MedianPruner"), ("halving", "SuccessiveHalvingPruner")]
+)
+def test_a_search_has_the_pruner_that_it_names_and_the_directions_of_its_objectives(
+    pruner: str, kind: str, tmp_path: Path
+) -> None:
+    for objectives, score, directions in (
+        (["score"], Direction.minimize, ["MINIMIZE"]),
+        (["score", "seconds"], Direction.maximize, ["MAXIMIZE", "MINIMIZE"]),
+    ):
+        searching = sweeper(tmp_path, SimpleNamespace(), pruner=pruner)
+        searching.settings.sweep = {"objectives": objectives}
+        study = searching._open(tmp_path, f"of {len(objectives)}", score)
+        assert type(study.pruner).__name__ == kind
+        assert [direction.name for direction in study.directions] == directions
+        assert study.study_name == f"of {len(objectives)}"
+
+
+def test_each_job_has_the_words_that_the_search_does_not_draw(tmp_path: Path) -> None:
+    launcher = Launcher(lambda job: 1.0)
+    sweeper(tmp_path, launcher, n_trials=2).sweep(["a=1", "x=5", "x=1,2", "b={c: 3}", "+d=4"])
+    assert [job[:-1] for job in launcher.launched] == [["a=1", "b={c: 3}", "+d=4"]] * 2
+    assert {job[-1] for job in launcher.launched} <= {"x=1", "x=2"}
+    words = ["x={y: 3}", "x.y=1,2", "x.y=7"]
+    again = Launcher(lambda job: 1.0)
+    sweeper(tmp_path / "again", again, n_trials=1).sweep(words[:2])
+    assert again.launched[0][0] == "x={y: 3}"
+
+
+def test_a_search_tells_the_launcher_how_many_trials_have_ended_and_keeps_its_settings(tmp_path: Path) -> None:
+    class Pool(SimpleNamespace):
+        def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+            calls.append((jobs, initial_job_idx, self.search))
+            return []
+
+    calls: list[Any] = []
+    pool = Pool(search=None, identify=len)
+    searching = sweeper(tmp_path, pool, n_trials=9, n_jobs=4, pruner="median")
+    searching.settings.sweep = {"retry": True}
+    searching.sweep([*LINE])
+    ((jobs, first, search),) = calls
+    assert (jobs, first, search.trials, search.at_once) == ([], 0, 9, 4)
+    assert (search.retries, search.prunes, search.identify, search.fixed) == (True, True, len, ["seed=3"])
+    assert ({*search.space}, search.objectives, search.left) == ({"x", "kind"}, ["score"], 9)
+    sweeper(tmp_path / "other", other := Pool(search=None), n_trials=9).sweep([*LINE])
+    assert (other.search.retries, other.search.prunes, other.search.identify) == (False, False, job_key)
+    identity = Ledger(tmp_path).identity()
+    assert (identity.swept, identity.direction) == (("kind", "x"), Direction.maximize)

@@ -615,5 +615,5 @@ def test_settings_that_do_not_fit_into_the_time_do_not_keep_others_from_it(monke
     monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, examples: examples)
     monkeypatch.setattr(dry_run, "timed", lambda examples, device: 1.0)
     monkeypatch.setattr("lockstep.diagnostics.settings.time.perf_counter", lambda: 0.0)
-    others = {"long": replace(job(), batch=128), "short": job()}
-    assert [*tried(job(), others, World.solo(), seconds=12.0)] == ["short"]
+    settings = {"long": replace(job(), batch=128), "short": job()}
+    assert [*tried(job(), settings, World.solo(), seconds=12.0)] == ["short"]
