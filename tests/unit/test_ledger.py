@@ -2454,3 +2454,44 @@ def test_the_jobs_that_were_trained_with_other_code_are_named(
     assert out == (
         f"warning: trained with other code of mine (a.py), own (b.py): {jobs}; {remedy}" if changed else ""
     )
+
+
+def test_a_search_whose_fixed_words_are_wrong_ends_and_a_defect_of_the_app_is_no_wrong_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_of([], monkeypatch)
+    mistake = InputError("batch is odd")
+    launcher.planned = {("x=1",): InputError("x=1 is odd: batch is odd"), (): mistake}
+    launcher.search = SimpleNamespace(fixed=[], left=1, follow=lambda record: pytest.fail("no other draw is tried"))
+    with pytest.raises(pool_launcher.WrongJob, match="batch is odd"):
+        launcher._enter_drawn(ledger := begun(tmp_path), MagicMock(), [["x=1"]])
+    assert ledger.records() == []
+
+    def load(config: object, words: list[str]) -> None:
+        raise ZeroDivisionError("a defect")
+
+    launcher.hydra_context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=load))
+    launcher.config = None
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="a defect"):
+            launcher._planned(["x=2"])
+    assert ("x=2",) not in launcher.planned
+
+
+def test_the_needs_of_a_job_are_what_its_app_says_or_the_settings_of_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs_of(config: Any, devices: Needs) -> Needs:
+        asked_with.append((config, devices))
+        return Needs(gpus=7)
+
+    asked_with, loaded = list[Any](), list[Any]()
+    config_loader = SimpleNamespace(load_sweep_config=lambda config, words: loaded.append(words) or f"config {words}")
+    for task, needs in ((SimpleNamespace(needs=needs_of), Needs(gpus=7)), (print, Needs(gpus=2, cores=3))):
+        launcher = launcher_of([], monkeypatch)
+        launcher.gpus, launcher.cores, launcher.config, launcher.objectives = 2, 3, None, ["score"]
+        launcher.task_function, launcher.hydra_context = task, SimpleNamespace(config_loader=config_loader)
+        for _ in range(2):
+            assert launcher._planned(["x=1"]) == ("config ['x=1']", needs)
+    assert asked_with == [("config ['x=1']", Needs(cores=4))]
+    assert loaded == [["x=1"]] * 2, "each job is composed once"

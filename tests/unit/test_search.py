@@ -579,3 +579,12 @@ def test_a_search_tells_the_launcher_how_many_trials_have_ended_and_keeps_its_se
     assert (other.search.retries, other.search.prunes, other.search.identify) == (False, False, job_key)
     identity = Ledger(tmp_path).identity()
     assert (identity.swept, identity.direction) == (("kind", "x"), Direction.maximize)
+
+
+@pytest.mark.parametrize("key", ["seed", "dataset.fold"])
+def test_a_search_draws_no_seed_and_no_fold(key: str, tmp_path: Path) -> None:
+    sentence = (
+        f"so the luckiest {key} would win; give {key} one value, or sweep all combinations, with sweep.halving=3"
+    )
+    with pytest.raises(InputError, match=sentence):
+        sweeper(tmp_path, Launcher(lambda job: 1.0)).sweep(["x=1,2", f"{key}=1,2"])
