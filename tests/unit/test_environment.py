@@ -221,3 +221,20 @@ def test_freed_memory_is_kept_on_the_cpu_in_processes_of_ours_alone(
     assert called == calls
     monkeypatch.setattr(host.ctypes, "CDLL", lambda name: SimpleNamespace())
     host.keep_freed_memory(World.solo(device), keep=keep)  # another C library
+
+
+def test_the_facts_of_a_run_are_those_of_its_whole_world_and_of_its_extensions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(rank=4, local_rank=0, size=6, local_size=2, device=torch.device("cpu"))
+    origins = {"mine": "named by train.py", "own": "installed by own 1.0"}
+    active = [SimpleNamespace(package=name, origin=origin) for name, origin in origins.items()]
+    monkeypatch.setattr(environment.extensions, "active", lambda: active)
+    monkeypatch.setattr(environment, "own_source", lambda: {"git": "abc", "git_changes": False})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    facts = environment.facts(world)
+    assert facts["extensions"] == origins
+    assert (facts["world_size"], facts["threads"], facts["cuda"]) == (6, 5, "12.9")
+    assert (facts["platform"], facts["git"], facts["git_changes"]) == (platform.platform(), "abc", False)
+    assert [*facts["packages"]] == ["lockstep", *environment.PACKAGES]

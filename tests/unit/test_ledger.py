@@ -2495,3 +2495,190 @@ def test_the_needs_of_a_job_are_what_its_app_says_or_the_settings_of_the_launche
             assert launcher._planned(["x=1"]) == ("config ['x=1']", needs)
     assert asked_with == [("config ['x=1']", Needs(cores=4))]
     assert loaded == [["x=1"]] * 2, "each job is composed once"
+
+
+def test_a_job_that_began_as_the_stop_arrived_hears_of_it_too() -> None:
+    ended, waits = EndedPool(75, 0), iter(range(3))
+
+    def start(*facts: Any) -> FakeProcess:
+        process = ended.start(*facts)
+        signal.raise_signal(signal.SIGTERM)  # before the pool knows its process
+        return process
+
+    def wait(sentinels: list[int], seconds: float) -> None:
+        assert next(waits, None) is not None, "nobody told the job"
+        if ended.signals:
+            ended.wait(sentinels, seconds)
+
+    ended.pool.start, ended.pool.wait, ended.pool.most = start, wait, 1
+    with pytest.raises(Stopped):
+        ended.pool.run(ended.jobs)
+    assert ended.states() == [State.stopped, State.waiting]
+    assert (0, signal.SIGTERM) in ended.signals
+
+
+def test_a_job_that_dies_before_its_record_begins_has_failed_too() -> None:
+    ended = EndedPool(70)
+
+    def start(_: Ledger, one: SweepJob, share: Share) -> FakeProcess:
+        ended.processes[0] = FakeProcess(0, share)
+        return ended.processes[0]
+
+    ended.pool.start = start
+    ended.pool.run(ended.jobs)
+    assert ended.states() == [State.failed]
+
+
+def test_a_job_that_ends_its_part_by_itself_waits_for_the_next_one_without_an_error() -> None:
+    ended = EndedPool(75)
+    ended.pool.run(ended.jobs, enough=lambda record: True, cut=State.pruned)
+    record = ended.ledger.read(job(0))
+    assert (record.state, record.exit_code, record.error, ended.signals) == (State.pruned, 0, "", [])
+    alone = EndedPool(75)
+    alone.pool.run(alone.jobs, enough=lambda record: False)
+    assert alone.states() == [State.stopped]
+
+
+def test_gpus_that_others_use_are_told_if_one_of_the_jobs_needs_some(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = Devices(["a", "b"], 4, others={"a": [17]})
+    devices.check([Needs(), Needs(gpus=1)])
+    assert "GPU 0 (process 17)" in capsys.readouterr().out
+    assert Share(gpus=("1", "2")).environment == {VISIBLE: "1,2"}
+    assert Share(gpus=("1",), cores=3, alone=True).environment == {VISIBLE: "1"}
+
+
+def halved(
+    ledger: Ledger, steps: dict[int, tuple[int, ...]], states: dict[int, State] | None = None
+) -> list[dict[int, str]]:
+    """The ends of their parts that the jobs of a halving of four have, by round; and their evaluations before it."""
+    records = jobs_of_rates(ledger, 4)
+    for record in records:
+        (folder := ledger.folder / record.folder).mkdir()
+        (folder / "summary.json").write_text('{"steps": 4}')
+        lines = [{"step": step, "acc/val_top1": float(record.number)} for step in steps.get(record.number, ())]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        if states is not None:
+            ledger.write(replace(record, state=states[record.number], exit_code=75))
+    ran: list[dict[int, str]] = []
+
+    def run(jobs: Sequence[SweepJob], enough: Any) -> None:
+        ran.append({one.record.number: one.environment.get(RUNG_END, "all") for one in jobs})
+        for one in jobs:
+            share = float(one.environment.get(RUNG_END, 1))
+            line = {"step": int(4 * share), "acc/val_top1": float(one.record.number)}
+            with (ledger.folder / one.record.folder / "metrics.jsonl").open("a") as file:
+                file.write(f"{json.dumps(line)}\n")
+            ledger.end(one.record, State.done if share == 1 else State.waiting, objective=1.0 if share == 1 else None)
+
+    halve(ledger, [ledger.record(record.number) for record in records], 2, run)
+    return ran
+
+
+def test_a_job_stops_at_the_end_of_its_round_and_in_the_last_one_at_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert halved(begun(tmp_path), {}) == [dict.fromkeys(range(4), "0.25"), {2: "0.5", 3: "0.5"}, {3: "all"}]
+    out = capsys.readouterr().out
+    assert "warning" not in out, "each was evaluated at the end of its round"
+    shown = ["2 of 4 jobs continue after 25 % of their steps", "1 of 2 jobs continue after 50 % of their steps"]
+    assert out.splitlines() == shown
+
+
+def test_a_late_evaluation_in_the_second_round_names_the_interval_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halved(begun(tmp_path), dict.fromkeys(range(4), (1, 4)))
+    assert [line for line in capsys.readouterr().out.splitlines() if "warning" in line] == [
+        "warning: round 2 of 3 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
+        "train.eval_every=25% saves the steps in between"
+    ]
+
+
+def test_a_job_that_was_stopped_behind_its_last_evaluation_still_ends(tmp_path: Path) -> None:
+    ran = halved(begun(tmp_path), dict.fromkeys(range(4), (1, 2, 3, 4)), dict.fromkeys(range(4), State.stopped))
+    assert ran == [{}, {}, {3: "all"}]
+
+
+def test_jobs_that_come_later_are_open_beside_those_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(3)])
+    view = SweepView(ledger)
+    for record in records[:2]:
+        view.enter([record], [record])
+    done = ledger.write(replace(records[2], state=State.done))
+    view.enter([done], [done])  # it runs again
+    for record in (records[1], done, records[0]):
+        view.ended(replace(record, state=State.done, started=1.0, ended=2.0))
+    assert [line[:6] for line in capsys.readouterr().out.splitlines()] == ["1 of 3", "2 of 3", "3 of 3"]
+    view.started(records[0])
+    assert "its log" not in capsys.readouterr().out, "it is not the first one"
+
+
+@pytest.mark.parametrize(("live", "tty", "is_shown"), [(True, True, False), (True, False, True), (False, True, True)])
+def test_an_error_is_explained_where_it_does_not_go_into_the_live_lines(
+    live: bool,
+    tty: bool,
+    is_shown: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = begun(tmp_path)
+    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(2)])
+    view = view_of(ledger)
+    monkeypatch.setattr(type(view.live), "is_started", live)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: tty)
+    for record in records:
+        view.ended(replace(record, state=State.failed, exit_code=70, error="no"))
+    assert capsys.readouterr().err == "lockstep: job 0: no\n" * is_shown
+
+
+def test_the_usual_time_of_a_job_is_the_mean(tmp_path: Path) -> None:
+    view = SweepView(begun(tmp_path))
+    view.durations, view.left = [10.0, 20.0, 60.0], 2
+    assert view.seconds_left(waiting=1) == 3 * 30.0
+
+
+@pytest.mark.parametrize("retry", [True, False, None])
+def test_an_error_that_was_handled_before_a_sweep_began_does_not_hide_its_code(
+    retry: bool | None, tmp_path: Path
+) -> None:
+    launcher = pool_launcher.PoolLauncher(None, 0, 1, "maximize")
+    context: Any = SimpleNamespace(callbacks=SimpleNamespace(callbacks=[]))
+    config = OmegaConf.create({"hydra": {}, "sweep": {"retry": retry, "objectives": ["score", "kwh"]}})
+    try:
+        raise KeyError
+    except KeyError:
+        launcher.setup(hydra_context=context, task_function=print, config=config)
+        launcher.exit_code = 70
+        with pytest.raises(SystemExit):
+            launcher.on_multirun_end(config)
+    assert (launcher.retry, launcher.halving, launcher.objectives) == (retry is True, None, ["score", "kwh"])
+
+
+def test_a_draw_of_a_search_is_entered_with_the_trials_that_are_left_and_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Any] = []
+    launcher, ledger = launcher_of([["x=1"]], monkeypatch), begun(tmp_path)
+    launcher.search = SimpleNamespace(left=7)
+    launcher.devices = SimpleNamespace(check=checked.append)
+    monkeypatch.setattr(pool_launcher, "words_of_job", lambda: ["of_job=1"])
+    monkeypatch.setattr(pool_launcher, "command_of_program", lambda: ["python", "app.py"])
+    (one,) = launcher._enter_drawn(ledger, view := MagicMock(), [["x=1"]])
+    assert one.command == ("python", "app.py", "of_job=1")
+    view.enter.assert_called_once_with([one.record], [one.record], 7)
+    assert checked == [[Needs()]]
+
+
+def test_a_search_keeps_its_score_before_its_first_job_has_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_of([], monkeypatch)
+    ledger = Ledger(tmp_path)
+    ledger.create(replace(ONE, figure="top1"))
+    launcher.search = SimpleNamespace()
+    with pytest.raises(pool_launcher.WrongJob, match="the monitors of these are -loss and top1;"):
+        launcher._agree(ledger, {"-loss"})
