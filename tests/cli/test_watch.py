@@ -288,3 +288,11 @@ def test_what_is_no_page_and_no_reading_is_refused_with_its_reason(tmp_path: Pat
         assert raised.value.args == (405, "pages are read with GET")
         kind, page = asyncio.run(server.respond("GET /", {}, cast(Any, None)))
         assert (kind, str(tmp_path / "one") in page) == ("text/html; charset=utf-8", True)
+def test_a_port_that_is_in_use_is_said_to_be() -> None:
+    with closing(loopback_server()) as used:
+        port = used.getsockname()[1]
+        says = rf"^--port is {port}, but no server can listen there \(Address already in use.*: --port 0$"
+        with pytest.raises(InputError, match=says):
+            Greeting(port)
+    with pytest.raises(InputError, match=r"^--port is 65536, .* \(ports end at 65535\): --port 0$"):
+        Greeting(65_536)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from helpers import ROOT, composed, forked, train_here
 from lockstep.config import components, composition
@@ -110,3 +111,14 @@ def test_a_command_takes_the_latest_run_of_the_output_root_that_is_typed(tmp_pat
     assert "ignored" not in done.err
     assert "mine/run" in done.out + done.err
     assert "outputs/run" not in done.out + done.err
+
+
+def test_all_jobs_of_a_sweep_start_from_the_run_that_a_recipe_names() -> None:
+    base = started("runs", "base")
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        config = loader.load_configuration("config", ["seed=1,2", "output_root=runs", "name=x"], RunMode.MULTIRUN)
+        OmegaConf.update(config, "init_from", "latest")
+        ledger = choose_folder(config)
+    assert [*config.hydra.overrides.task][-1] == f"init_from={base}"
+    assert ledger.identity().latest == base

@@ -2682,3 +2682,35 @@ def test_a_search_keeps_its_score_before_its_first_job_has_a_record(
     launcher.search = SimpleNamespace()
     with pytest.raises(pool_launcher.WrongJob, match="the monitors of these are -loss and top1;"):
         launcher._agree(ledger, {"-loss"})
+
+
+@pytest.mark.parametrize(
+    ("words", "objectives", "figure", "swept"),
+    [
+        (["sweep.objectives=[top1,seconds]"], ["score", "seconds"], "top1", ()),
+        (["sweep.objectives=[kwh,loss,score]"], ["kwh", "-loss", "score"], "top1", ()),
+        (["monitor=loss", "sweep.objectives=[top1,-loss]"], ["top1", "score"], "loss", ()),
+        (["+hydra.sweeper.params.seed='1,2'"], ["score"], "top1", ("seed",)),
+    ],
+)
+def test_a_line_compares_its_jobs_by_their_score_and_by_the_figures_that_it_names(
+    words: list[str], objectives: list[str], figure: str, swept: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = line(tmp_path, *words)
+    identity = choose_folder(config).identity()
+    assert [*config.sweep.objectives] == objectives
+    assert (identity.figure, identity.swept) == (figure, swept)
+    assert identity.direction is (Direction.minimize if figure == "loss" else Direction.maximize)
+
+
+@pytest.mark.parametrize(("gpus", "cores", "of_each"), [(3, 8, 2), (3, 7, 2), (4, 3, 1), (2, 5, 2)])
+def test_the_cores_beside_a_gpu_are_a_whole_part_of_those_of_the_machine(gpus: int, cores: int, of_each: int) -> None:
+    devices = Devices(map(str, range(gpus)), cores)
+    shares = [devices.take(Needs(gpus=1)) for _ in range(gpus)]
+    assert [share and share.cores for share in shares] == [of_each] * gpus
+
+
+def test_a_job_that_took_no_memory_of_its_own_has_the_context_of_cuda(tmp_path: Path) -> None:
+    (tmp_path / "000-job").mkdir()
+    (tmp_path / "000-job" / "summary.json").write_text('{"gpu_memory": 0}')
+    assert memory_of_job(Ledger(tmp_path), job(0, state=State.done)) == CONTEXT_BYTES

@@ -347,3 +347,36 @@ def test_a_process_that_follows_its_parent_ends_when_it_has_another(monkeypatch:
     signals._follow(40)
     assert killed == [(os.getpid(), signal.SIGKILL)]
     assert next(parents, None) is None
+
+
+def test_behind_an_error_a_stop_waits_again_for_the_state() -> None:
+    request = after_a_step()
+    with pytest.raises(KeyError), request.interrupting():
+        raise KeyError
+    assert not request.immediate
+    early = StopRequest()
+    with pytest.raises(KeyError), early.interrupting(allowed=False):
+        raise KeyError
+    assert early.immediate, "nothing is there to be saved yet"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_handlers_of_before_know_of_a_stop_also_behind_an_error(early: bool) -> None:
+    before = StopRequest()
+    before.step_done()
+    listen(before)
+
+    def stopped(request: StopRequest) -> None:
+        with stop_signals(request):
+            signal.raise_signal(signal.SIGTERM)
+            raise KeyError
+
+    with pytest.raises(Stopped if early else KeyError):
+        stopped(StopRequest() if early else after_a_step())
+    assert before.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+    quiet = after_a_step()
+    listen(quiet)
+    with pytest.raises(KeyError), stop_signals(after_a_step()):
+        raise KeyError
+    assert not quiet.requested, "nobody asked for a stop"
