@@ -591,3 +591,21 @@ def test_a_job_of_schedules_one_after_the_other_is_evaluated_five_times(
     for schedule in ("chain", "cosine"):
         prove.prove(["model=linear", f"schedule={schedule}"], steps=19, ranks="2")
     assert calls == ["train.eval_every=3", "train.eval_every=100%"]
+
+
+@pytest.mark.parametrize(
+    ("words", "own"), [([], ["auto"]), (["strategy=zero"], ["zero"]), (["strategy=auto"], ["auto"])]
+)
+def test_the_strategy_of_a_config_is_among_the_cases_also_where_it_is_not_typed(
+    words: list[str], own: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def planned(sizes: list[int], **options: Any) -> list[Case]:
+        calls.append((sizes, [*options["own"]], options["micro_batches"], options["everything"]))
+        return []
+
+    calls: list[Any] = []
+    monkeypatch.setattr(prove, "cases", planned)
+    monkeypatch.setattr(prove, "_compare_all", lambda *values: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prove.prove(["model=linear", "train.micro_batches=2", *words], steps=4, ranks="3,2")
+    assert calls == [([2, 3], own, 4, False)]

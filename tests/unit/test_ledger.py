@@ -2714,3 +2714,23 @@ def test_a_job_that_took_no_memory_of_its_own_has_the_context_of_cuda(tmp_path: 
     (tmp_path / "000-job").mkdir()
     (tmp_path / "000-job" / "summary.json").write_text('{"gpu_memory": 0}')
     assert memory_of_job(Ledger(tmp_path), job(0, state=State.done)) == CONTEXT_BYTES
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_live_lines_of_a_sweep_are_there_on_a_terminal_until_its_end(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    view = SweepView(begun(tmp_path))
+    monkeypatch.setattr("lockstep.sweeps.view.log.has_terminal", lambda: terminal)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(view.live, name, lambda name=name: events.append(name))
+
+    def fail() -> None:
+        with view as entered:
+            assert entered is view
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert events == [*["start"] * terminal, "stop"]

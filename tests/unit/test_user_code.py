@@ -453,3 +453,21 @@ def test_code_that_was_recorded_is_not_recorded_again(package: Path, tmp_path: P
     for step in (0, 4):
         started(run_dir, package, step)
     assert run_dir.code_diff.read_text().count("# mine after step") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "names"), [(4, "a.py, b.py, c.py, d.py"), (5, "a.py, b.py, c.py, d.py, 1 more"), (1, "a.py")]
+)
+def test_four_changed_files_are_named(number: int, names: str) -> None:
+    before: Code = {"sha256": "a", "files": {f"{name}.py": "1" for name in "abcdef"[:number]}}
+    now = UserCode({"sha256": "b", "files": dict.fromkeys(before["files"], "2")}, b"")
+    assert changes({"mine": before}, {"mine": now}) == {"mine": names}
+    same = UserCode({"sha256": "a", "files": dict.fromkeys(before["files"], "2")}, b"")
+    assert changes({"mine": before}, {"mine": same}) == {}, "the common hash decides"
+
+
+@pytest.mark.parametrize(("number", "is_listed"), [(300, True), (301, False)])
+def test_the_files_of_a_package_are_listed_up_to_three_hundred(number: int, is_listed: bool, tmp_path: Path) -> None:
+    facts = read(written(tmp_path / "mine", {f"part{part}.py": str(part) for part in range(number)})).facts
+    assert len(facts["files"]) == number * is_listed
+    assert len(facts["sha256"]) == 64
