@@ -1268,6 +1268,10 @@ REFUSED_LINES = {
     "hydra/sweeper=optuna hydra.sweeper.direction=minimize": (
         "hydra.sweeper.direction=minimize, but the jobs are compared by monitor=auto, whose direction is maximize;"
     ),
+    "hydra/launcher=ray hydra.sweep.subdir=x": (
+        "hydra.sweep.subdir=x has no effect: hydra/launcher=ray names the folders of the jobs; remove it"
+    ),
+    "hydra/launcher=ray hydra.launcher.cores=2": "hydra.launcher.cores=2 has no effect: launcher.ranks and launcher",
     "sweep.retry=true sweep.resume=new": "sweep.retry=true runs jobs again that failed, and sweep.resume=new",
     "sweep.gpu_share=true device=cpu": "sweep.gpu_share=true shares GPUs, and device=cpu prevents that; remove one",
     "hydra/sweeper=basic sweep.halving=2 hydra.sweeper.max_batch_size=2": (
@@ -2734,3 +2738,10 @@ def test_the_live_lines_of_a_sweep_are_there_on_a_terminal_until_its_end(
     with pytest.raises(KeyError):
         fail()
     assert events == [*["start"] * terminal, "stop"]
+
+
+@pytest.mark.parametrize(
+    "words", ["hydra/launcher=basic hydra.sweep.subdir=x", "hydra/launcher=ray sweep.retry=true sweep.halving=2"]
+)
+def test_what_has_an_effect_with_a_launcher_is_not_refused(words: str, tmp_path: Path) -> None:
+    assert choose_folder(line(tmp_path, *words.split())).exists

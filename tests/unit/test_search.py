@@ -326,6 +326,8 @@ def test_a_search_with_several_objectives_keeps_the_trade_offs(tmp_path: Path) -
         ("x=int(interval(8,64))", "IntDistribution(high=64, log=False, low=8, step=1)"),
         ("x=range(1,8,2)", "IntDistribution(high=7, log=False, low=1, step=2)"),
         ("x=tag(log,range(1,8))", "IntDistribution(high=7, log=True, low=1, step=1)"),
+        ("x=range(3,4)", "CategoricalDistribution(choices=('3',))"),
+        ("x=range(0.5,2,0.5)", "CategoricalDistribution(choices=('0.5', '1.0', '1.5'))"),
         ("x=a,b", "CategoricalDistribution(choices=('a', 'b'))"),
         ("x=choice([1,2],[3])", "CategoricalDistribution(choices=('[1,2]', '[3]'))"),
     ],
