@@ -451,6 +451,9 @@ def test_the_cases_have_the_overrides_that_tell_them_apart() -> None:
     words = ("strategy=auto", "repro=strict", "launcher.ranks=2")
     assert planned["strict 2"] == Case("strict 2", words, "strict 1", exact=True)
     assert planned["ddp 3"].overrides == ("strategy=ddp", "launcher.ranks=3", "repro=exact")
+    for sizes, strict in (([2, 3, 4], [1, 2, 4]), ([3], [1]), ([], [1])):
+        names = names_of(cases(sizes, micro_batches=None, everything=True))
+        assert [name for name in names if "strict" in name] == [f"strict {ranks}" for ranks in strict]
 
 
 @pytest.mark.parametrize(

@@ -560,6 +560,9 @@ def test_each_job_has_the_words_that_the_search_does_not_draw(tmp_path: Path) ->
     again = Launcher(lambda job: 1.0)
     sweeper(tmp_path / "again", again, n_trials=1).sweep(words[:2])
     assert again.launched[0][0] == "x={y: 3}"
+    of_group = Launcher(lambda job: 1.0)
+    sweeper(tmp_path / "group", of_group, n_trials=1).sweep(["x=5", "x={y: 3}", "x=1,2"])
+    assert of_group.launched[0][:-1] == ["x={y: 3}"], "it adds keys to any option"
 
 
 def test_a_search_tells_the_launcher_how_many_trials_have_ended_and_keeps_its_settings(tmp_path: Path) -> None:
