@@ -2145,7 +2145,9 @@ def test_the_live_lines_show_the_running_jobs_and_how_far_the_sweep_is(five: Swe
     assert row.split() == ["3", "3", "2/3", "61.50", "1,234", "1:40"]
     ends = datetime.fromtimestamp(1100.0 + 300).strftime("%H:%M")
     assert summary == f"done 3 of 5  running 1  failed 1  best 90.00 (job 1)  left 5:00  ends {ends}"
-    five.left = 2
+    five.share = 0.5
+    assert drawn(five, 1)[1].split()[-1] == "0:00", "its round is over"
+    five.share, five.left = 1.0, 2
     assert drawn(five, 1)[-1].startswith("done 3 of 7  running 1  failed 1  best 90.00 (job 1)  left 11:40  ends ")
 
 
@@ -2190,15 +2192,15 @@ def test_only_the_first_job_says_where_its_log_is_and_on_a_terminal_no_other_say
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ledger = begun(tmp_path)
-    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(11)])
+    records = ledger.enter([([f"seed={number}"], f"seed={number}") for number in range(10)])
     for is_live in (False, True):
         view = SweepView(ledger, begun="submitted")
         view.enter(records, [])
         monkeypatch.setattr(type(view.live), "is_started", is_live)
         for record in records[:2]:
             view.started(record)
-        first = "job  0  seed=0  submitted; its log: jobs/000.log"
-        assert capsys.readouterr().out.splitlines() == [first, *["job  1  seed=1  submitted"] * (not is_live)]
+        first = "job 0  seed=0  submitted; its log: jobs/000.log"
+        assert capsys.readouterr().out.splitlines() == [first, *["job 1  seed=1  submitted"] * (not is_live)]
 
 
 def test_the_line_of_an_end_has_the_jobs_that_a_search_has_left_and_a_score_only_of_a_job_that_is_done(
@@ -2250,6 +2252,8 @@ def test_the_table_of_a_sweep_leads_to_the_output_of_jobs_that_ended_by_no_mista
     for record, code in zip(records[:4], (2, 70, 75, 76), strict=True):
         state = State.stopped if code == 75 else State.failed
         ledger.end(ledger.start(record), state, exit_code=code, error=f"error {code}")
+    (tmp_path / records[4].folder).mkdir()
+    ledger.end(ledger.start(records[4]), State.done, objective=77.25)
     view = SweepView(ledger)
     view.enter(records[:4], [])
     view.show_table()
@@ -2257,7 +2261,7 @@ def test_the_table_of_a_sweep_leads_to_the_output_of_jobs_that_ended_by_no_mista
     assert out.startswith(f"sweep in {tmp_path.name}\n")
     printed = [f"    what it printed: {tmp_path.name}/jobs/{number:03}.log" for number in (1, 3)]
     assert [line for line in out.splitlines() if "printed" in line] == printed
-    assert not re.search(r"^ *4 ", out, re.MULTILINE), "a job of another call"
+    assert "77.25" not in out, "a job of another call"
     lines = out.splitlines()
     assert lines[lines.index(printed[0]) - 1].endswith("error 70")
 
@@ -2745,3 +2749,13 @@ def test_the_live_lines_of_a_sweep_are_there_on_a_terminal_until_its_end(
 )
 def test_what_has_an_effect_with_a_launcher_is_not_refused(words: str, tmp_path: Path) -> None:
     assert choose_folder(line(tmp_path, *words.split())).exists
+
+
+def test_a_line_whose_jobs_are_all_done_has_no_job_left_and_still_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, ledger = launcher_of([["seed=1"]], monkeypatch), begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    (tmp_path / record.folder).mkdir()
+    done = ledger.end(ledger.start(record), State.done, objective=90.0)
+    assert launcher._enter(ledger, [["seed=1"]], 0) == ([done], []), "None is of jobs that submit themselves"
