@@ -2327,9 +2327,13 @@ def test_a_job_is_its_config_where_the_app_says_so_and_else_its_words(monkeypatc
 
 
 def test_a_folder_of_a_job_is_named_after_what_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = launcher_of([["seed=1", "batch=8"], ["batch=8"]], monkeypatch)
+    launcher = launcher_of([["seed=1", "batch=8"], ["batch=8"], ["seed=1", "batch=8", "lr=2"]], monkeypatch)
     records = launcher._recorded(begun(tmp_path), [["seed=1", "batch=8"], ["batch=8"]])
     assert [record.folder for record in records] == ["000-seed=1", "001-defaults"]
+    ledger = Ledger(tmp_path / "of two keys")
+    ledger.create(replace(ONE, swept=("seed", "lr")))
+    (record,) = launcher._recorded(ledger, [["seed=1", "batch=8", "lr=2"]])
+    assert record.folder == "000-seed=1,lr=2", "of one job, the ledger knows what varies"
 
 
 @pytest.mark.parametrize(
