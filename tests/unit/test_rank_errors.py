@@ -371,3 +371,101 @@ def test_a_command_on_ranks_starts_them_on_its_device_with_its_remedy(
     on_ranks(print, ["launcher.ranks=2"], "cpu")
     assert started == [("cpu", "use fewer ranks", True)]
     assert not any(tmp_path.iterdir())
+
+
+def test_the_ranks_of_a_job_are_launched_without_waiting_for_a_reader_of_what_they_show(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def impatient() -> Iterator[None]:
+        steps.append("impatient")
+        yield
+        steps.append("patient")
+
+    steps: list[str] = []
+    monkeypatch.setattr(worker, "impatient", impatient)
+    monkeypatch.setattr(worker, "forgive_output", lambda: steps.append("forgive"))
+    monkeypatch.setattr(Inline, "launch", lambda launcher, entry, run_dir: steps.append("launch"))
+    worker.start_job(run, resolved("device=cpu"))
+    assert steps == ["impatient", "launch", "patient", "forgive"]
+
+
+def test_the_entry_of_a_job_is_the_job_in_this_process_and_what_it_needs_in_another(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(worker, "run_rank", lambda *objects: started.append(objects))
+    job = resolved("device=cpu")
+    for objects in ((), (job, None, {"mine": 1})):
+        entry = worker.entry_of(job, objects)
+        assert (entry.objects, entry.module, entry.remedy) == (objects, worker.__name__, Entry.remedy)
+        entry.here(run.path)
+    assert started == [(run.path, job), (run.path, job, None, {"mine": 1})]
+    assert worker.entry_of(job, (), "buy memory").remedy == "buy memory"
+
+
+def test_a_rank_reads_its_job_unless_a_part_of_it_is_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.runtime import user_code
+
+    def code_of(config: Any, parts: Any) -> dict[str, Any]:
+        configs.append(config["optimizer"]["_target_"])
+        return {"code": [*parts]}
+
+    configs: list[str] = []
+    job, callback = resolved("device=cpu"), Callback()
+    monkeypatch.setattr(user_code, "code_of", code_of)
+    monkeypatch.setattr("lockstep.training.objects.code_parts", lambda own, callbacks: [own, *callbacks])
+    for callbacks in (None, {}):
+        assert worker.objects_of(job, callbacks) == ()
+    assert configs == []
+    named = {"Callback": callback}
+    assert worker.objects_of(job, named) == (job, named, {"code": [job, callback]})
+    monkeypatch.setattr(worker.extensions, "is_importable", lambda cls: cls is not type(job.optimizer))
+    assert worker.objects_of(job, None) == (job, None, {"code": [job]})
+    assert configs == ["lockstep.optim.AdamW"] * 2
+
+
+def test_a_rank_is_run_with_what_its_process_was_started_with_and_hears_no_signal_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Any] = []
+    monkeypatch.setattr(worker, "run_rank", lambda *objects: steps.append(objects))
+    monkeypatch.setattr(worker, "listen", lambda handler: steps.append(handler))
+    monkeypatch.setattr(worker, "leave", lambda code: steps.append(code))
+    exit_as_rank(tmp_path, "job", None, "code")
+    assert steps == [(tmp_path, "job", None, "code"), signal.SIG_IGN, 0]
+
+
+def test_the_watchdog_of_a_rank_knows_the_ranks_of_its_machine_and_the_run_its_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def watch(*_: object, **options: Any) -> Iterator[Any]:
+        yield dog
+
+    @contextmanager
+    def join(**options: Any) -> Iterator[Any]:
+        alone.append(options["alone"])
+        yield world
+
+    run, alone, ran = run_dir(tmp_path / "run", "strategy=ddp", "launcher.ranks=2"), list[bool](), list[Any]()
+    dog, world = SimpleNamespace(local_peer_pids={}, heartbeat=print), SimpleNamespace(local_peer_pids={1: 7})
+    monkeypatch.setattr(worker.watchdog, "Watchdog", watch)
+    monkeypatch.setattr(worker, "join", join)
+    monkeypatch.setattr(worker.experiment, "run", lambda job, run_dir, joined, **_: ran.append(joined))
+    worker.run_rank(run.path)
+    assert (dog.local_peer_pids, ran, alone) == ({1: 7}, [world], [True])
+    worker.run_rank(run.path, worker.RankWork(load_job(run.config).launcher, "cpu", ran.append))
+    assert (ran, alone) == ([world, world], [True, False])
+
+
+def test_a_command_on_ranks_needs_a_device_of_its_own_only_where_words_name_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, device in ((["device=cpu"], None), (["launcher.ranks=1"], "cpu"), (["launcher.threads=2"], None)):
+        on_ranks(lambda world, threads: devices.append(str(world.device)), words, device)
+    assert devices == ["cpu"] * 3
+    with pytest.raises(InputError, match=r"^device=cuda, but torch finds no CUDA GPU"):
+        on_ranks(print, ["launcher.ranks=1"], "cuda")

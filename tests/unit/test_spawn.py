@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.core import launch_env
 from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFailed, Stopped
+from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import Elastic, Inline, Slurm, Spawn, elastic, processes, spawn
@@ -515,3 +517,134 @@ def test_an_agent_that_meets_nobody_or_is_stopped_ends_with_a_sentence_or_its_co
     logger = logging.getLogger("torch.distributed.elastic")
     assert not logger.propagate
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "system", "forks"), [(True, True, False), (False, True, True), (False, False, False)]
+)
+def test_ranks_are_forked_where_no_gpu_is_and_the_system_can(
+    gpu: bool, system: bool, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spawn.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(spawn, "can_fork", lambda: system)
+    assert Spawn().can_fork() is forks
+    assert not Elastic().can_fork()
+    assert not Inline().can_fork()
+
+
+def test_a_launcher_of_one_machine_tries_whether_that_reaches_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[socket.socket] = []
+
+    def serve() -> socket.socket:
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+        return servers[-1]
+
+    monkeypatch.setattr(spawn, "loopback_server", serve)
+    says = "the ranks of one machine meet at a port that is free when they start"
+    assert [launcher.try_address() for launcher in (Inline(), Spawn(), Elastic())] == [says] * 3
+    assert [server.fileno() for server in servers] == [-1, -1], "they are closed"
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "value"),
+    [({"rendezvous": "a:1"}, "rendezvous", "a:1"), *(({"node_rank": at}, "node_rank", at) for at in (0, 3))],
+)
+def test_a_key_of_several_machines_is_refused_for_one_with_both_remedies(
+    changed: dict[str, Any], key: str, value: object
+) -> None:
+    with pytest.raises(InputError) as raised:
+        Elastic(**changed).check()
+    assert str(raised.value) == (
+        f"launcher.{key} is {value}, but launcher.nodes is 1, so no machines meet; use launcher.nodes=2, or remove "
+        f"launcher.{key}"
+    )
+
+
+def test_each_restart_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    attempts = iter([RankFailed("rank 3 was killed"), RankFailed("rank 1 was killed"), None])
+    monkeypatch.setattr(Elastic, "attempt", lambda *_, **__: next(attempts))
+    Elastic(restarts=5).run(Entry(entry), RunDir(tmp_path))
+    shown = capsys.readouterr()
+    for rank in (3, 1):
+        assert f"rank {rank} was killed; all ranks are started again" in shown.out + shown.err
+
+
+def test_the_agents_of_a_job_know_each_other_by_its_name_and_obey_each_stop() -> None:
+    launcher = Elastic(nodes="2:3", ranks=2, rendezvous="127.0.0.1:29500", node_rank=1)
+    config = launcher._launch_config(30, 600)
+    assert (config.run_id, config.rdzv_backend) == (AGENT, "c10d"), "by which a rank knows its launcher"
+    assert config.monitor_interval == 0.1
+    assert {*config.signals_to_handle.split(",")} == {signal.Signals(stop).name for stop in STOP_SIGNALS}
+
+
+def test_a_machine_says_where_it_waits_for_main(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    answers = iter([False, True])
+    hosts: list[Any] = []
+    monkeypatch.setattr(elastic, "is_listening", lambda *place: hosts.append(place) or next(answers))
+    monkeypatch.setattr(elastic.addresses, "resolve_host", lambda host, port: [(socket.AF_INET, "10.0.0.9")])
+    Elastic(nodes=2, ranks=1, rendezvous="main:7000", node_rank=1)._await_main(60)
+    assert capsys.readouterr().out == "waiting for main at main:7000\n"
+    assert hosts == [("main", 7000, elastic.ANSWER_S), ("main", 7000)]
+
+
+@pytest.mark.parametrize(
+    ("machines", "says"), [(2, "for 1 of 2 machines"), ("3:5", "for 2 of 3 machines"), ("1:2", "for 0 of 1 machines")]
+)
+def test_main_says_for_how_many_machines_it_waits(
+    machines: int | str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(Elastic, "try_address", lambda self: "")
+    Elastic(nodes=machines, ranks=1, rendezvous="here:7000", node_rank=0)._await_main(60)
+    assert capsys.readouterr().out == f"waiting at here:7000 {says}\n"
+
+
+@pytest.mark.parametrize(("seconds", "waited"), [((), processes.REACHED_S), ((2.5,), 2.5)])
+def test_an_answer_of_a_port_is_waited_for_as_long_as_asked_for(
+    seconds: tuple[float, ...], waited: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        calls.append((address, timeout))
+        raise TimeoutError
+
+    calls: list[Any] = []
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert not processes.is_listening("far", 7, *seconds)
+    assert calls == [(("far", 7), waited)]
+
+
+def test_a_rank_that_ends_with_no_error_is_no_failure_and_others_are_waited_for() -> None:
+    class Late(Rank):
+        """A rank that ends by itself after a while."""
+
+        looks = 0
+
+        @property  # type: ignore[override]
+        def exitcode(self) -> int | None:
+            self.looks += 1
+            return None if self.looks < 9 else 0
+
+        @exitcode.setter
+        def exitcode(self, code: int | None) -> None:
+            """Ignore the base class, which sets it."""
+
+    late = Late()
+    assert join(Rank(0), late) == {}
+    assert late.looks >= 9
+    assert not {signal.SIGTERM, signal.SIGKILL} & {*late.got}
+
+
+def test_ranks_that_fail_together_are_all_told_and_none_of_those_that_ended_well(clock: Clock) -> None:
+    assert join(Rank(3), Rank(0), Rank(-9), Rank(None)) == {0: 3, 2: -9}
+
+
+def test_a_launch_on_slurm_keeps_all_that_its_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"SLURM_JOB_ID": "17", "LOCKSTEP_SLURM_JOB": "17", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "localhost"}
+    for name, value in facts.items():
+        monkeypatch.setenv(name, value)
+    own: dict[str, Any] = {"ranks": 3, "backend": "gloo", "timeout": "5min", "threads": 7}
+    assert Slurm(**own).in_allocation() == Spawn(**own)
+    assert Slurm(**own, restarts=2).in_allocation() == Elastic(**own, restarts=2)
+    place = {"nodes": 4, "node_rank": 2, "rendezvous": launch_env.rendezvous()}
+    for restarts in (0, 2):
+        machines = Slurm(**own, nodes=4, restarts=restarts).in_allocation()
+        assert machines == Elastic(**own, **place, restarts=restarts)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,3 +413,95 @@ def test_a_command_of_a_task_hears_no_signal_of_slurms_and_its_errors_are_in_its
     handled = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGHUP)}
     assert [handler.__name__ for handler in handled.values()] == ["save", "stop"]  # type: ignore[union-attr]
     assert callable(signal.getsignal(signal.SIGTERM)), "its handler does nothing"
+
+
+def test_a_job_asks_for_the_cores_of_the_ranks_that_are_typed_or_for_those_that_are_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader = {**composed("loader=streaming")["loader"], "workers": 3}
+    values = {**composed("device=cpu"), "resume": None, "loader": loader}
+    called = Invocation(overrides=(), sweep=False, folder=None, hydra="")
+    parts: dict[str, Any] = {"composed": values, "values": values, "run": None, "folder": None}
+    resume = Resume(invocation=called, overrides=(), may_fetch=True, **parts)
+    for launcher, cpus in (
+        (Slurm(ranks=2, gpus=5), 8),
+        (Slurm(ranks=1, gpus=5), 4),
+        (Slurm(gpus=5), 20),
+        (Slurm(gpus=0), 4),
+        (Slurm(ranks=2, cpus=1), 1),
+    ):
+        assert submission(resume, launcher, Lock()).launcher == replace(launcher, cpus=cpus)
+
+
+def test_an_option_of_sbatch_that_is_null_is_left_out_and_one_that_lockstep_sets_is_named(tmp_path: Path) -> None:
+    options = directives(preview([job(tmp_path, sbatch={"gres": None, "nice": 0, "hold": True})]))
+    assert ("gres" in options, options["nice"], options["hold"]) == (False, "0", "")
+    with pytest.raises(InputError) as raised:
+        preview([job(tmp_path, sbatch={"mem": "4G"})])
+    assert str(raised.value) == (
+        "launcher.sbatch has 'mem', which Lockstep sets: see 'lockstep train launcher=slurm --help'; expected a long "
+        "option of sbatch: 'launcher.sbatch={gres: \"gpu:2\"}'"
+    )
+    for key in ("Gres", "-gres", "g_res", "", "1a"):
+        with pytest.raises(InputError, match=r"^launcher\.sbatch has '.*'; expected a long option of sbatch"):
+            preview([job(tmp_path, sbatch={key: "1"})])
+
+
+def test_one_job_with_a_limit_at_a_time_is_no_array(tmp_path: Path) -> None:
+    for number, array in ((1, None), (2, "0-1%3"), (11, "0-10%3")):
+        assert directives(preview([job(tmp_path, at_once=3)] * number, tmp_path)).get("array") == array
+    assert directives(preview([job(tmp_path)] * 3, tmp_path))["array"] == "0-2"
+
+
+def test_slurm_is_asked_for_the_state_of_this_job_whatever_it_is(
+    task: Callable[..., SlurmTask], tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    stopped = task(f"exit {Stopped.exit_code}")
+    monkeypatch.setattr(time, "sleep", waits.append)
+    programs(squeue=f'echo "$@" > {tmp_path}/words; echo CANCELLED')
+    stopped.run()
+    assert (tmp_path / "words").read_text() == "--noheader --jobs 17 --states all --format %T\n"
+    assert waits == [1], "SLURM shows the state a moment later"
+    assert not requeued(tmp_path)
+
+
+def test_a_stop_ends_the_command_of_a_task_and_is_no_save(task: Callable[..., SlurmTask]) -> None:
+    ended: list[str] = []
+    running = task("true")
+    running.process = SimpleNamespace(terminate=lambda: ended.append("terminated"))  # type: ignore[assignment]
+    running.stop(signal.SIGHUP, None)
+    assert (running.must_stop, running.must_save, ended) == (True, False, ["terminated"])
+    running.save(signal.SIGUSR2, None)
+    assert (running.must_save, ended) == (True, ["terminated"] * 2)
+    assert (task("true", node=0).is_first, task("true", node=1).is_first, task("true", node=10).is_first) == (
+        *(True, False, False),
+    )
+
+
+def test_a_task_appends_to_the_log_of_its_machine(task: Callable[..., SlurmTask], tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        task(f"echo {word}", node=3).run()
+    logs = tmp_path / "run" / "logs"
+    assert [path.name for path in logs.iterdir()] == ["slurm-17-3.log"]
+    assert (logs / "slurm-17-3.log").read_text() == "first\nsecond\n"
+
+
+def test_a_program_that_cannot_start_is_told_its_last_line(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(sbatch="echo 17", broken="exit 1")
+    script = tmp_path / "project" / "bad.sh"
+    for text, reason in (("exit 3", "no reason given"), ("echo first >&2; echo last >&2; exit 3", "last")):
+        programs(broken=text)
+        monkeypatch.setattr("lockstep.job.slurm.command_of_program", lambda: ["broken"])
+        monkeypatch.setattr(sys, "argv", [str(script)])
+        with pytest.raises(InputError) as raised:
+            submit([job(tmp_path / "runs")])
+        assert str(raised.value) == (
+            "launcher=slurm: the job could not start its program, because it imports nothing from a folder that is "
+            f"not installed ({reason}); install the project: pip install -e {script.parent}"
+        )
+    programs(broken='[ "$1" = --help ] && [ "$PYTHONSAFEPATH" = 1 ]')
+    ((number, _),) = submit([job(tmp_path / "runs")])
+    assert number == "17"

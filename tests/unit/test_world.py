@@ -3,7 +3,9 @@
 import os
 import resource
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from torch import nn
 
 from helpers import forks, result
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.launch_env import Place, is_launched, launched_place
+from lockstep.core.launch_env import ATTEMPT, Place, is_launched, launched_place
 from lockstep.core.world import World
+from lockstep.job import worker
 from lockstep.job.worker import allow_connections, join, own_gpu
 from lockstep.runtime import addresses
 from lockstep.strategy import Single
@@ -237,3 +240,130 @@ def test_small_messages_take_the_group_of_the_host_and_values_the_device(monkeyp
     other.barrier()
     expected = [("send_object_list", control), ("all_reduce", control), ("broadcast_object_list", device)]
     assert calls == [*expected, ("all_gather_object", control), ("all_reduce", None), ("barrier", None)]
+
+
+class Group:
+    """What a rank calls of `torch.distributed`, with the answers of two ranks on two machines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **place: str) -> None:
+        self.calls: list[Any] = []
+        usual = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for name, value in {**usual, "MASTER_ADDR": "main", "MASTER_PORT": "7000", **place}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv(ATTEMPT, raising=False)
+        for name in ("init_process_group", "destroy_process_group", "TCPStore", "PrefixStore"):
+            monkeypatch.setattr(dist, name, lambda *words, name=name, **named: self.call(name, words, named))
+        monkeypatch.setattr(dist, "new_group", lambda **named: self.call("new_group", (), named))
+        monkeypatch.setattr(dist, "all_gather_object", self.gather)
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: self.calls.append(("threads", number)))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.calls.append(("device", device)))
+        monkeypatch.setattr(addresses, "choose_interface", lambda **named: self.calls.append(("interface", named)))
+        monkeypatch.setattr(addresses, "machine", lambda: "here")
+        monkeypatch.setattr(worker, "allow_connections", lambda ranks: self.calls.append(("files", ranks)))
+
+    def call(self, name: str, words: tuple[Any, ...], named: dict[str, Any]) -> str:
+        self.calls.append((name, *words, named))
+        return name
+
+    def gather(self, processes: list[Any], own: Any, group: Any) -> None:
+        assert group == "new_group"
+        processes[:] = [("elsewhere", 7), own, ("here", 8), ("here", 9)][: len(processes)]
+
+    @property
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")])
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_a_rank_joins_its_group_with_its_device_its_place_and_its_time_limit(
+    device: str, backend: str, local_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(monkeypatch, WORLD_SIZE="4", LOCAL_RANK=f"{local_size - 1}", LOCAL_WORLD_SIZE=f"{local_size}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    on = torch.device("cpu") if device == "cpu" else torch.device("cuda", local_size - 1)
+    limit = {"timeout": timedelta(seconds=90)}
+    with join(device=device, backend=backend, timeout=90, threads=3) as world:
+        assert (world.rank, world.size, world.local_size, world.device) == (1, 4, local_size, on)
+        assert (world.control, world.local_peer_pids) == ("new_group", {2: 8, 3: 9})
+        assert "destroy_process_group" not in group.names
+    own = {"store": None, "rank": 1, "world_size": 4, **limit, "device_id": on if backend == "nccl" else None}
+    assert group.calls == [
+        ("threads", 3),
+        *[("device", on)] * (device == "cuda"),
+        ("interface", {"one_machine": False}),
+        ("files", 4),
+        ("init_process_group", backend, own),
+        ("new_group", {"backend": "gloo", **limit}),
+        ("destroy_process_group", {}),
+    ]
+
+
+def test_ranks_of_one_machine_listen_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    with join(device="cpu", backend="gloo", timeout=90, threads=1):
+        assert ("interface", {"one_machine": True}) in group.calls
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves"),
+    [(None, True), (Stopped("saved"), True), (ValueError("odd"), False), (InputError("no"), False)],
+)
+def test_a_group_is_left_at_the_end_and_after_a_stop_and_never_waited_for_after_an_error(
+    error: Exception | None, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(monkeypatch)
+    with (
+        nullcontext() if error is None else pytest.raises(type(error)),
+        join(device="cpu", backend="gloo", timeout=90, threads=1),
+    ):
+        if error is not None:
+            raise error
+    assert group.names.count("destroy_process_group") == leaves
+
+
+def test_ranks_of_an_attempt_meet_in_its_part_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch)
+    monkeypatch.setenv(ATTEMPT, "second")
+    with join(device="cpu", backend="gloo", timeout=90, threads=1):
+        pass
+    options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=90)}
+    assert ("TCPStore", "main", 7000, options) in group.calls
+    assert ("PrefixStore", "second", "TCPStore", {}) in group.calls
+    assert next(call for call in group.calls if call[0] == "init_process_group")[-1]["store"] == "PrefixStore"
+
+
+@pytest.mark.parametrize("words", ["Duplicate GPU detected : rank 0 and rank 1", "connection refused"])
+def test_two_ranks_on_one_gpu_are_told_so_and_another_fault_is_itself(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(words)
+
+    Group(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    kind = InputError if "GPU" in words else RuntimeError
+    with pytest.raises(kind) as raised, join(device="cuda", backend="nccl", timeout=90, threads=1):
+        pass
+    says = "several ranks have the same GPU (cuda:0), which NCCL does not allow; start as many ranks on this machine"
+    assert str(raised.value).startswith(says if kind is InputError else words)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_lone_rank_has_a_group_if_it_asks_for_one_and_a_launcher_has_started_it(
+    launched: bool, alone: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(monkeypatch, RANK="0", WORLD_SIZE="1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(dist, "all_gather_object", lambda processes, own, group: processes.__setitem__(0, own))
+    if not launched:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    with join(device=device, backend="gloo", timeout=90, threads=5, alone=alone) as world:
+        assert world.device == (torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
+        assert (world.size, world.has_group, world.local_peer_pids) == (1, launched and alone, {})
+    assert group.calls[0] == ("threads", 5)
+    assert ("init_process_group" in group.names) is (launched and alone)
