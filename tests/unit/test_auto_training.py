@@ -105,3 +105,74 @@ def test_four_epochs_are_enough_for_patience_and_a_run_in_steps_has_none(missing
 def test_layers_that_are_named_beside_auto_are_frozen_too(missing: str) -> None:
     names = ["conv1", *["backbone"] * (not missing)]
     assert chosen("train.freeze=[auto,conv1]", images=80).train.freeze == names
+
+
+@pytest.mark.parametrize(("images", "epochs", "mixup"), [(4_999, 20, 0), (19_999, 10, 0), (20_001, 10, 0.1)])
+def test_one_image_less_is_the_class_below(images: int, epochs: int, mixup: float, missing: str) -> None:
+    job = chosen(images=images)
+    assert (job.epochs, job.train.mixup) == (epochs * (3 if missing else 1), mixup)
+
+
+def test_a_job_whose_images_are_not_known_has_the_choices_for_many(missing: str) -> None:
+    job = resolve(built(*RECIPE), sweep=False)
+    assert (job.epochs, job.train.ema, job.train.mixup) == (30 if missing else 10, 0.999, 0.1)
+
+
+def test_what_is_typed_is_kept_in_the_job_too(missing: str) -> None:
+    words = ("train.mixup=0.4", "train.ema=0.5", "train.patience=3", "train.freeze_until=2ep", "epochs=7")
+    train = (job := chosen(*words, "train.freeze=[conv1]", images=80)).train
+    assert (train.mixup, train.ema, train.patience, train.freeze_until) == (0.4, 0.5, 3, "2ep")
+    assert (train.freeze, job.epochs) == (["conv1"], 7)
+    assert chosen("train.freeze=[conv1]", images=80).train.freeze_until == "10%"
+    assert chosen("train.freeze=[]", images=80).train.freeze_until is None
+    assert chosen("train.mixup=0", images=10**6).train.mixup == 0
+
+
+@pytest.mark.parametrize("config", [None, "{}", "model: {}", "model: {_target_: x}"])
+def test_a_checkpoint_that_does_not_say_whether_its_run_had_weights_takes_those_that_are_there(
+    missing: str, config: str | None, tmp_path: Path
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    if config is not None:
+        run.config.write_text(config)
+    start = auto_training.by_weights(built(*RECIPE), run.checkpoints / "step-00000002")
+    assert start.model.pretrained is (not missing)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_weights_that_are_typed_are_not_looked_for(missing: str, typed: bool, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.config.write_text(f"model: {{pretrained: {str(not typed).lower()}}}\n")
+    job = built(*RECIPE, f"model.pretrained={str(typed).lower()}")
+    start = auto_training.by_weights(job, run.checkpoints / "step-00000002")
+    assert start.model.pretrained is typed
+    assert auto_training.notes(job, resolve(job, sweep=False), 80)[0].startswith("chosen for 80 images: ")
+
+
+def test_the_origin_of_the_weights_the_share_and_the_number_of_images_are_said(missing: str) -> None:
+    job = built(*RECIPE)
+    lines = auto_training.notes(job, chosen(images=12_345), 12_345)
+    assert lines[-1].startswith("chosen for 12,345 images: epochs=")
+    published = "model.pretrained is true: published weights are on this machine or can be downloaded"
+    more = "Random weights need many more images: run this once with a network, or name a weights file with "
+    assert lines[0] == (f"model.pretrained is false: {REASON}. {more}init_from=FILE" if missing else published)
+    shared = replace(chosen(images=80), dataset=replace(job.dataset, val_share=0.25))
+    assert "images: dataset.val_share=0.25 epochs=" in auto_training.notes(job, shared, 80)[-1]
+    many = chosen("train.freeze=[auto,conv1]", images=10**6)
+    words = ["train.freeze=[conv1]" if missing else "train.freeze=[conv1,backbone]", "train.freeze_until=10%"]
+    said_of_many = auto_training.notes(built(*RECIPE, "train.freeze=[auto,conv1]"), many, 10**6)[-1]
+    expected = ["chosen for 1,000,000 images:", f"epochs={30 if missing else 10}", *words]
+    assert said_of_many == " ".join([*expected, "train.mixup=0.1 train.ema=0.999 train.patience=50%"])
+
+
+def test_a_run_that_began_without_weights_says_so_although_they_are_there_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Timm, "missing_weights", lambda self: "")
+    job = built(*RECIPE)
+    random = replace(job, model=replace(job.model, pretrained=False))
+    assert auto_training.notes(job, random, 80)[0].startswith(
+        "model.pretrained is false: the run began without them. Random weights need"
+    )
+    of_file = replace(job, init_from="file.safetensors")
+    assert auto_training.notes(of_file, random, 80)[0] == "model.pretrained is false: init_from has the weights"

@@ -1,5 +1,6 @@
 """What a command continues: which checkpoint, with which config, and when nothing is left to do."""
 
+import json
 import shlex
 import shutil
 from dataclasses import replace
@@ -18,8 +19,10 @@ from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
+from lockstep.job import resume as resuming
 from lockstep.job.prepare import check_resumable, fetch_data
-from lockstep.job.resume import Resume, decide_resume
+from lockstep.job.resume import Resume, decide_resume, refuse_in_sweep, refuse_resume
+from lockstep.telemetry.loggers import MLflow
 from lockstep.training.resolved_job import load_job, plan_of
 
 SHORT = (*FAKE, "dataset.examples=64", "batch=32", "model.width=8", "checkpoint.every=2", "train.eval_every=100%")
@@ -252,3 +255,183 @@ def test_a_run_that_was_killed_at_its_start_needs_the_checkpoint_that_it_started
     shutil.rmtree(start)
     with pytest.raises(InputError, match=f"checkpoint {start} is damaged"):
         check_resumable(decided(f"resume={new.path}"), job, plan_of(job, 64))
+
+
+def test_two_folders_for_one_run_are_refused_unless_they_are_one(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    values = composed(f"resume={run.path}")
+    for folder in (run.path, tmp_path / "link", tmp_path / "other" / ".." / "run", tmp_path / "other"):
+        called = Invocation(overrides=(f"resume={run.path}",), sweep=False, folder=folder, hydra="")
+        (tmp_path / "other").mkdir(exist_ok=True)
+        if folder.name == "other":
+            with pytest.raises(InputError) as raised, composition.composing():
+                decide_resume(dict(values), called)
+            says = f"resume continues in {run.path}, but hydra.run.dir names {folder}; remove one of them"
+            assert str(raised.value) == says
+        else:
+            with composition.composing():
+                assert decide_resume(dict(values), called).folder == run.path
+
+
+def test_the_folder_that_is_named_is_taken_before_the_one_of_before_a_restart(tmp_path: Path) -> None:
+    for named, earlier, folder in (
+        (tmp_path / "a", "", "a"),
+        (None, str(tmp_path / "b"), "b"),
+        (tmp_path / "a", str(tmp_path / "b"), "a"),
+        (None, "", None),
+    ):
+        called = Invocation(overrides=(), sweep=False, folder=named, hydra="")
+        resume = decide_resume(composed(), called, earlier)
+        assert (resume.folder, resume.run) == (None if folder is None else tmp_path / folder, None)
+    run = run_dir(tmp_path / "run")
+    called = Invocation(overrides=(f"resume={run.path}",), sweep=False, folder=None, hydra="")
+    values = composed(f"resume={run.path}")
+    with composition.composing():
+        assert decide_resume(values, called, str(tmp_path / "b")).folder == run.path
+
+
+def test_keys_of_a_sweep_are_for_sweeps_and_a_run_to_continue_is_not(tmp_path: Path) -> None:
+    called = Invocation(overrides=(), sweep=True, folder=None, hydra="")
+    decide_resume(composed("sweep.retry=true"), called)
+    with pytest.raises(InputError, match=r"^sweep\.\* applies only to sweeps; add -m, or remove it$"):
+        decided("sweep.retry=true")
+    run = run_dir(tmp_path / "run")
+    with pytest.raises(InputError, match=r"^resume continues one run, so it cannot be combined with a sweep; remove"):
+        decide_resume(composed(f"resume={run.path}"), called)
+    refuse_in_sweep(None)
+    refuse_resume(["epochs=3", "resumed=3"], "a sweep of seeds")
+    with pytest.raises(InputError) as raised:
+        refuse_resume(["epochs=3", "++resume=run"], "a sweep of seeds")
+    assert str(raised.value) == "++resume=run: a sweep of seeds; remove it, and type the overrides of the run"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "several"),
+    [(None, False), (1, False), ("1", False), ("1:1", False), (2, True), ("1:2", True), ("2", True)],
+)
+def test_several_machines_are_known_without_a_job(nodes: Any, several: bool) -> None:
+    launcher = {"_target_": "x"} | ({} if nodes is None else {"nodes": nodes})
+    assert replace(resume_of(None), values={"launcher": launcher}).has_several_machines is several
+    assert not replace(resume_of(None), values={"launcher": None}).has_several_machines
+
+
+@pytest.mark.parametrize("active", [(), ("mine",)])
+def test_extensions_that_a_run_had_and_that_are_gone_are_named(
+    active: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_dir(tmp_path / "run")
+    monkeypatch.setattr(
+        resuming.extensions, "active", lambda: [SimpleNamespace(package=package) for package in active]
+    )
+    gone = [*["mine (1.0)"] * ("mine" not in active), "theirs (git)"]
+    for environment, ends in (
+        ({"extensions": {"mine": "1.0", "theirs": "git"}}, gone),
+        ({"extensions": {}}, []),
+        ({"extensions": ["mine"]}, []),
+        ({}, []),
+    ):
+        run.environment.write_text(json.dumps(environment))
+        names = f" The run had extensions that are not here: {', '.join(ends)}; install them, or use its own program."
+        assert resuming._missing_extensions(run) == (names if ends else "")
+    monkeypatch.undo()
+    run.environment.write_text(json.dumps({"extensions": {"theirs": "git"}}))
+    run.overrides.write_text(components.dump(["model=no_such_model"]))
+    with pytest.raises(InputError, match=r" The run had extensions that are not here: theirs \(git\); install them"):
+        decided(f"resume={run.path}")
+
+
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        (("++batch=auto",), "64 auto"),
+        (("batch=32", "++batch=auto"), "32 auto"),
+        (("batch=32",), "32 1"),
+    ],
+    ids=str,
+)
+def test_the_batch_of_batch_auto_is_that_of_the_other_words(words: tuple[str, ...], batch: str) -> None:
+    values = decided(*words, **({"batch": "auto"} if "++batch=auto" in words else {})).values
+    assert f"{values['batch']} {values['train']['micro_batches']}" == batch
+
+
+def test_a_batch_auto_of_a_file_is_left_to_be_refused() -> None:
+    assert decided("epochs=3", batch="auto").values["batch"] == "auto"
+
+
+def test_keys_of_before_are_those_of_the_run_unless_the_command_types_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    run = run_dir(tmp_path / "run", "seed=5")
+    checkpoint = run.checkpoints / "step-00000002"
+    monkeypatch.setattr(
+        resuming.history, "as_before", lambda job, config, typed: calls.append((config["seed"], typed)) or job
+    )
+    resume = replace(resume_of(None), values=composed("seed=5"), overrides=("seed=5", "++train.ema=0.9"))
+    assert resume.job.seed == 5
+    assert calls == [], "no run of before is continued"
+    named = replace(resume, values=composed("seed=5"))
+    named.__dict__["checkpoint"] = checkpoint
+    assert named.job.seed == 5
+    assert calls == [(5, {"seed", "train.ema"})]
+    run.config.unlink()
+    copied = replace(named)
+    copied.__dict__["checkpoint"] = checkpoint
+    assert copied.job.seed == 5
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "words", "own", "fits"),
+    [
+        ("{0}/run/mlflow", (), {}, True),
+        ("{0}/outputs/mlflow", (), {}, True),
+        ("mlflow", (), {}, True),
+        ("{0}/other", (), {}, False),
+        ("../mlflow", (), {}, False),
+        ("{0}/other", ("logger.mlflow.folder={0}/other",), {}, True),
+        ("{0}/other", ("++logger.mlflow.folder=x",), {}, True),
+        ("{0}/other", ("logger.wandb.folder={0}/other",), {}, False),
+        ("{0}/other", (), {"logger.mlflow.folder": "{0}/other"}, True),
+        ("{0}/other", (), {"logger.mlflow.folder": "{0}/another"}, False),
+        ("{0}/other", (), None, True),
+    ],
+)
+def test_a_place_of_a_file_of_strangers_is_inside_or_one_that_the_user_names(
+    folder: str,
+    words: tuple[str, ...],
+    own: dict[str, str] | None,
+    fits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    called = Invocation(
+        overrides=(), sweep=False, folder=None, hydra="", own_words=tuple(word.format(tmp_path) for word in words)
+    )
+    values = {"output_root": str(tmp_path / "outputs"), "resume": None}
+    resume = replace(resume_of(tmp_path / "run"), invocation=called, values=values)
+    resume = replace(resume, own=own and {key: value.format(tmp_path) for key, value in own.items()})
+    if own == {}:
+        resume = replace(resume, own={})
+    logger = MLflow(folder=folder.format(tmp_path))
+    if fits:
+        resume.check_personal(logger, "logger.mlflow.")
+        resume.check_personal(MLflow(), "logger.mlflow.")
+    else:
+        with pytest.raises(InputError, match=r"^logger\.mlflow\.folder is .*from the command line alone; type "):
+            resume.check_personal(logger, "logger.mlflow.")
+
+
+def test_without_a_run_to_continue_only_this_folder_is_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = {"output_root": "/somewhere", "resume": None}
+    resume = replace(resume_of(None), values=values, own={})
+    resume.check_personal(MLflow(folder="mlflow"), "logger.mlflow.")
+    with pytest.raises(InputError, match=r"^logger\.mlflow\.folder is '/somewhere/mlflow'"):
+        resume.check_personal(MLflow(folder="/somewhere/mlflow"), "logger.mlflow.")
+    with pytest.raises(InputError, match=r"^logger\.mlflow\.experiment is 'theirs'"):
+        resume.check_personal(MLflow(experiment="theirs"), "logger.mlflow.")

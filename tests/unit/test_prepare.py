@@ -16,7 +16,7 @@ from helpers import FAKE, composed, resolved, run_dir
 from lockstep.config import components, composition
 from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.core.errors import InputError
-from lockstep.core.plan import Plan
+from lockstep.core.plan import Averaging, Plan
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock
@@ -285,7 +285,7 @@ TAIL = "; the steps so far stay as they were trained, and an average follows the
 
 
 @pytest.mark.parametrize(
-    ("step", "saved", "said"),
+    ("step", "saved", "note"),
     [
         (21, {"train.mix_until": [20]}, ""),
         (20, {"train.mix_until": [30]}, ""),
@@ -303,13 +303,13 @@ TAIL = "; the steps so far stay as they were trained, and an average follows the
     ],
 )
 def test_what_begins_before_the_step_of_a_resume_is_said_if_the_plan_moves_it(
-    step: int, saved: dict[str, list[int]], said: str, capsys: pytest.CaptureFixture[str]
+    step: int, saved: dict[str, list[int]], note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = noted(step, saved, capsys, "train.mix_until=50%", "train.mixup=0.2")
-    if not said:
+    if not note:
         assert text == ""
         return
-    assert text.startswith(f"{HEAD.format(step)}{said}")
+    assert text.startswith(f"{HEAD.format(step)}{note}")
     assert text.endswith(TAIL)
     assert "learning rate" not in text
 
@@ -317,10 +317,10 @@ def test_what_begins_before_the_step_of_a_resume_is_said_if_the_plan_moves_it(
 def test_the_learning_rates_up_to_the_step_of_a_resume_are_compared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    looked_at: list[int] = []
 
     def factor(self: Any, at: int, plan: Plan, scores: Any) -> float:
-        asked.append(at)
+        looked_at.append(at)
         return 0.5 if (at, plan.total_steps) == (differs, 40) else 1.0
 
     monkeypatch.setattr("lockstep.optim.schedule.Constant.factor", factor)
@@ -329,10 +329,10 @@ def test_the_learning_rates_up_to_the_step_of_a_resume_are_compared(
         differs = other
         text = noted(7, {"steps": [80]}, capsys)
         assert text == (f"{HEAD.format(7)}another learning rate{TAIL}" if is_said else "")
-    assert {*asked} == {*range(1, 8)}
-    asked.clear()
+    assert {*looked_at} == {*range(1, 8)}
+    looked_at.clear()
     noted(5_000, {"steps": [80]}, capsys)
-    assert len({*asked}) < 1001, "a thousand steps of a long run are enough"
+    assert len({*looked_at}) < 1001, "a thousand steps of a long run are enough"
 
 
 MISPLACED = {
@@ -405,3 +405,31 @@ def test_the_config_that_a_resume_compares_is_gone_while_the_overrides_are_writt
     with job_folder(run, {run.overrides: "[]", run.composed: "{}"}):
         assert run.composed.read_text() == "{}"
     assert seen == [("overrides.yaml", False), ("config.yaml", False)]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("averages", [True, False])
+def test_an_average_is_continued_by_the_steps_that_its_checkpoint_has(
+    tmp_path: Path, saved: bool, averages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    words = (*SMALL, "dataset.examples=64", "batch=32", "steps=8", *["train.swa_from=3"] * averages)
+    run = run_dir(tmp_path / "run", *words)
+    job = load_job(run.config)
+    plan, checkpoint = plan_of(job, 64), run.checkpoints / "step-00000004"
+    decided = {**decisions(job, plan), "train.swa_from": [2], "train.swa_every": [5], "steps": [6]}
+    progress = {"step": 4, **({"decisions": decided} if saved else {})}
+    resume = resume_of(*SMALL, folder=run.path)
+    resume.__dict__["checkpoint"] = checkpoint
+    monkeypatch.setattr(prepare, "check_fingerprint", lambda own, resumed: {"progress": progress})
+    monkeypatch.setattr(prepare, "check_code", lambda *words: calls.append(("code", *words)))
+    monkeypatch.setattr(prepare, "note_changes", lambda *words: calls.append(("note", *words)))
+    monkeypatch.setattr(prepare.files, "read_state", lambda path: {"ema_updates": 7.0} if path == checkpoint else {})
+    monkeypatch.setattr(Averaging, "check_resumed", lambda *words: calls.append(("average", *words)))
+    prepare.check_resumable(resume, job, plan)
+    here, earlier = Averaging(3, 2, 8), Averaging(2, 5, 6) if saved else 7
+    assert calls == [
+        ("code", job, checkpoint, ()),
+        *[("average", here, earlier, 4, 3)] * averages,
+        *[("note", job, plan, decided, 4)] * saved,
+    ]

@@ -3,23 +3,28 @@
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from helpers import built, resolved
 from lockstep.config.options import classes_of
+from lockstep.core import launch_env
 from lockstep.core.errors import InputError
 from lockstep.core.fields import PATH, rule_of
+from lockstep.core.model_card import TrainedInput
 from lockstep.core.observer import Callback
 from lockstep.core.plan import Plan
 from lockstep.data.datasets import CSV
 from lockstep.job import resolve, validate
 from lockstep.job.validate import check_job, check_threads, named_objects
-from lockstep.job.validate_with_data import _needs, check_memory, check_plan
-from lockstep.launcher import Inline, Spawn
+from lockstep.job.validate_with_data import _needs, check_memory, check_plan, has_value
+from lockstep.launcher import Auto, Inline, Slurm, Spawn
 from lockstep.optim.schedule import Constant
+from lockstep.precision import FP16
 from lockstep.strategy import DDP, Single, Strict
-from lockstep.tasks import Distill
+from lockstep.tasks import Distill, Multiclass
 from lockstep.training.resolved_job import plan_of
 
 TUNED = "model.compile_mode=max_autotune"
@@ -299,3 +304,386 @@ def test_each_callback_of_a_program_has_a_name_of_its_own() -> None:
 def test_a_launcher_of_one_rank_is_not_asked_for_two() -> None:
     with pytest.raises(InputError, match=r"launcher=inline has one rank, but strategy=ddp requests 2"):
         resolve.resolve(built("launcher=inline", "strategy=ddp", "device=cpu"), sweep=False)
+
+
+WITHOUT_PRICE = {
+    "cpu": "budget.usd is 2.5, but there is no GPU here, so nothing has a price; use budget.hours",
+    "cuda": "budget.usd is 2.5, but cost.usd_per_gpu_hour is not set, so nothing has a price; use budget.hours, or "
+    "add cost.usd_per_gpu_hour=PRICE",
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "price", "refused"), [("cpu", 1.0, True), ("cuda", None, True), ("cuda", 0, False)]
+)
+def test_a_budget_in_money_needs_a_gpu_and_its_price(device: str, price: float | None, refused: bool) -> None:
+    job = replace(resolved("device=cpu", "budget.usd=2.5"), device=device)
+    job = replace(job, cost=replace(job.cost, usd_per_gpu_hour=price))
+    if refused:
+        with pytest.raises(InputError) as raised:
+            validate.check_effects(job)
+        assert str(raised.value) == WITHOUT_PRICE[device]
+    else:
+        validate.check_effects(job)
+        validate.check_effects(replace(job, device="cpu", budget=replace(job.budget, usd=None)))
+
+
+UNUSED = {
+    "train.min_delta=0.5": "train.min_delta is 0.5, but train.patience is null, so no run ends early; remove it",
+    "train.erase_mode=rand": "train.erase_mode is rand, but train.erase is 0, so nothing is erased; remove it",
+    "train.ema_warmup=false": "train.ema_warmup is false, but train.ema is null, so nothing is averaged; remove it",
+    "train.mix_by=batch": "train.mix_by is batch, but train.mixup and train.cutmix are 0, so nothing is mixed; rem",
+    "train.mix_switch=0.25 train.cutmix=1": "train.mix_switch is 0.25, but train.mixup and train.cutmix are not both",
+}
+
+
+@pytest.mark.parametrize("words", UNUSED)
+def test_a_key_of_what_is_off_is_refused_with_its_value(words: str) -> None:
+    with pytest.raises(InputError) as raised:
+        validate.check_effects(resolved("device=cpu", *words.split()))
+    assert str(raised.value).startswith(UNUSED[words])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.min_delta=0.5 train.patience=2",
+        "train.erase_mode=rand train.erase=0.1",
+        "train.ema_warmup=false train.ema_every=2 train.ema=0.9",
+        "train.swa_every=2ep train.swa_images=5 train.swa_from=1ep",
+        "train.mix_by=batch train.mix_prob=0.5 train.mix_until=90% train.cutmix=1",
+        "train.mix_by=batch train.mixup=1",
+        "train.mix_switch=0.25 train.cutmix=1 train.mixup=0.2",
+        "train.repeats=2 batch=64",
+        "train.freeze=[backbone] train.freeze_until=1ep",
+        "launcher=elastic launcher.nodes=1:2 launcher.ranks=2 launcher.rendezvous=a:1",
+        "launcher=elastic launcher.nodes=2 launcher.ranks=2 launcher.rendezvous=a:1 repro=strict",
+        "model.compile=true model.compile_mode=max_autotune",
+    ],
+)
+def test_a_key_of_what_is_on_has_its_effect(words: str) -> None:
+    job = resolved("device=cpu", *words.split())
+    validate.check_effects(job)
+    validate.check_conflicts(job)
+
+
+def test_classes_alone_are_balanced() -> None:
+    words = ("task=multilabel", "dataset=fake", "dataset.classes=3", "train.sampling=balanced", "device=cpu")
+    with pytest.raises(InputError) as raised:
+        validate.check_targets(resolved(*words))
+    says = "train.sampling=balanced balances classes, and the targets of this task are labels; remove it"
+    assert str(raised.value) == says
+
+
+def test_objects_that_a_job_cannot_have_are_named_by_their_class() -> None:
+    class Watch(Callback):
+        """A callback."""
+
+    job, other = resolved("device=cpu"), SimpleNamespace()
+    with pytest.raises(InputError, match=r"^callbacks has an object of SimpleNamespace, which is no lockstep\.Callb"):
+        named_objects(job, [Watch(), other])  # type: ignore[list-item]
+    submitting = replace(job, launcher=replace(Slurm(), ranks=1))
+    with pytest.raises(InputError, match=r"^callbacks has an object of Watch, which other machines cannot have; "):
+        named_objects(submitting, [Watch()])
+    assert named_objects(submitting, []) == {}
+
+
+def test_a_logger_without_its_package_is_named_and_one_that_needs_none_is_not() -> None:
+    loggers: Any = {"plain": None, "there": "torch", "gone": "no_such_package"}
+    loggers = {name: SimpleNamespace(package=package) for name, package in loggers.items()}
+    with pytest.raises(InputError, match=r"^logger=gone needs the package no_such_package, which is not installed"):
+        validate.check_packages(loggers)
+    validate.check_packages({name: own for name, own in loggers.items() if name != "gone"})
+
+
+@pytest.mark.parametrize("check", ["_check_crop", "check_threads", "check_data_memory", "check_packages"])
+def test_each_check_of_a_job_has_its_line(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise InputError(f"{check} says no")
+
+    monkeypatch.setattr(validate, check, refuse)
+    with pytest.raises(InputError) as raised:
+        check_job(resolved("device=cpu", "train.swa_images=5", "augment=standard", "augment.grey=0.2"))
+    crop = [] if check == "_check_crop" else ["augment.grey=0.2"]
+    lines = [str(problem).split()[0] for problem in raised.value.args]
+    assert sorted(lines) == sorted([check, "train.swa_images", *crop])
+
+
+def test_the_ranks_that_others_have_started_are_counted_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = resolved("device=cpu", "loader.workers=0")
+    launched = replace(job, launcher=replace(job.launcher, ranks=2048, threads=1))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2048", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1024"}.items():
+        monkeypatch.setenv(name, value)
+    check_threads(launched)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1025")
+    with pytest.raises(InputError, match=r"which on 1025 ranks are 1,025 threads, expected at most 1,024"):
+        check_threads(launched)
+
+
+@pytest.mark.parametrize("sides", [(1024, 8), (8, 1024), (1025, 8), (8, 1025)])
+@pytest.mark.parametrize("usual", [True, False])
+def test_a_model_is_measured_if_it_or_its_images_are_large(
+    sides: tuple[int, int], usual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+    job = resolved("device=cpu")
+    monkeypatch.setattr(type(job.dataset), "input_shape", (1, *sides))
+    monkeypatch.setattr(type(job.model), "has_usual_size", usual)
+    monkeypatch.setattr("lockstep.job.validate_with_data.sketch", lambda *own: own)
+    monkeypatch.setattr(
+        "lockstep.job.validate_with_data.check_model_size", lambda model, copies: measured.append(model)
+    )
+    check_memory(job, plan(1))
+    assert measured == [(job.model, 10, (1, *sides))] * (not usual or max(sides) == 1025)
+
+
+def test_each_need_of_memory_has_its_name_and_its_remedy() -> None:
+    streaming = ("loader=streaming", "loader.prefetch=4")
+    job = resolved("device=cpu", "train.eval_batch=5", *streaming, "loader.workers=2")
+    smaller = "a smaller dataset.input_size"
+    (micro, block, ahead) = _needs(job, replace(plan(10), examples=3))
+    assert (micro[0], micro[2]) == ("a micro-batch of 10 images", f"train.micro_batches=auto or {smaller}")
+    assert (block[0], block[2]) == ("an evaluation block of 3 images", f"train.eval_batch=1 or {smaller}")
+    assert (ahead[0], ahead[2]) == ("80 images that are read ahead", "loader.prefetch=2")
+    assert [*_needs(job, plan(10))][1][0] == "an evaluation block of 5 images"
+    for workers in ("0", "auto"):
+        words = ("loader=streaming", f"loader.workers={workers}")
+        assert len([*_needs(resolved("device=cpu", *words), plan(10))]) == 2
+
+
+def test_a_gpu_needs_no_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: 1)
+    job = resolved("device=cpu")
+    monkeypatch.setattr(type(job.model), "has_usual_size", True)
+    check_memory(replace(job, device="cuda"), plan(10))
+    with pytest.raises(InputError, match=r"^a micro-batch of 10 images need"):
+        check_memory(job, plan(10))
+
+
+def named_data(*names: str, **changed: Any) -> Any:
+    job = resolved("device=cpu")
+    own = {"class_names": names, "classes": len(names), **changed}
+    return replace(job, dataset=SimpleNamespace(**own))  # type: ignore[arg-type]
+
+
+def test_one_class_and_names_that_weights_have_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"^dataset: it has one class, mug, so there is nothing to tell apart"):
+        check_plan(named_data("mug"))
+    with pytest.raises(InputError, match=r"^dataset: it has one class so there is nothing to tell apart"):
+        check_plan(named_data(classes=1))
+    length = len('["aa", "bbb"]')
+    monkeypatch.setattr("lockstep.job.validate_with_data.NAMES_LIMIT", length - 1)
+    says = rf"^dataset: the names of its 2 classes take {length} characters, expected at most {length - 1}, because"
+    with pytest.raises(InputError, match=says):
+        check_plan(named_data("aa", "bbb"))
+    monkeypatch.setattr("lockstep.job.validate_with_data.NAMES_LIMIT", length)
+    with pytest.raises(AttributeError):  # it goes on to the images, of which these data have none
+        check_plan(named_data("aa", "bbb"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.swa_from=4", "steps=3"),
+        ("train.patience=4", "steps=3", "train.eval_every=1"),
+        ("monitor=f1",),
+    ],
+    ids=" ".join,
+)
+def test_what_no_run_of_this_length_has_is_refused_with_its_data(words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=words[0].partition("=")[0]):
+        check_plan(resolved("device=cpu", "model=linear", *words))
+
+
+def test_few_images_that_show_no_value_of_a_metric_are_followed_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.job.validate_with_data.TRIED_LABELS", 1)
+    job = resolved("device=cpu", "model=linear", "metric=[auroc]", "monitor=auroc")
+    check_plan(job)
+    labels = job.dataset.eval().labels
+    assert not has_value(job, "auroc", labels[:1])
+    assert has_value(job, "auroc", labels)
+
+
+def in_agent(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for variable, value in {**place, "TORCHELASTIC_RUN_ID": name}.items():
+        monkeypatch.setenv(variable, value)
+
+
+def test_a_rank_of_our_agent_is_one_of_those_that_its_launcher_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_agent(monkeypatch, launch_env.AGENT)
+    own = ("launcher.nodes=2", "launcher.ranks=2", "launcher.timeout=7min", "launcher.rendezvous=a:1")
+    job = resolved("device=cpu", "launcher=elastic", *own)
+    assert job.launcher == Inline(ranks=4, timeout="7min", threads=4, backend="gloo")
+    assert type(job.strategy) is DDP
+    in_agent(monkeypatch, "none")
+    with pytest.raises(InputError, match=r"^launcher\.ranks is 2, but torchrun has started 4"):
+        resolved("device=cpu", "launcher=elastic", *own)
+
+
+@pytest.mark.parametrize(("ranks", "sweep", "launcher"), [(1, False, Inline), (1, True, Spawn), (2, False, Spawn)])
+def test_a_lone_rank_is_this_process_unless_other_jobs_are(ranks: int, sweep: bool, launcher: type) -> None:
+    words = ("device=cpu", f"launcher.ranks={ranks}")
+    assert type(resolve.resolve(built(*words), sweep=sweep).launcher) is launcher
+
+
+def test_the_virtual_shards_are_dealt_to_the_ranks_of_all_machines() -> None:
+    words = ("launcher=elastic", "launcher.nodes=2", "launcher.ranks=1", "device=cpu", "launcher.rendezvous=a:1")
+    job = resolved(*words, "strategy=strict", "strategy.shards=8")
+    assert (job.train.micro_batches, job.launcher.world_size) == (4, 2)
+
+
+def test_the_gpus_of_a_machine_decide_its_ranks_and_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, ranks in ((1, 1), (2, 2), (8, 8)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        for words in ((), ("device=cuda",)):
+            job = resolved("strategy=ddp", *words)
+            assert (job.launcher.ranks, job.launcher.backend, job.device) == (ranks, "nccl", "cuda")
+        assert resolved("strategy=ddp", f"launcher.ranks={gpus}").launcher.ranks == gpus
+    assert resolved("strategy=ddp", "launcher.backend=gloo").launcher.backend == "gloo"
+    on_cpu = resolved("strategy=ddp", "device=cpu", "launcher.ranks=9").launcher
+    assert (on_cpu.ranks, on_cpu.backend) == (9, "gloo")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    says = r"^launcher\.ranks is 2, but this machine has 1 GPU, and each rank needs one; use launcher\.ranks=1 or dev"
+    with pytest.raises(InputError, match=says):
+        resolved("strategy=ddp", "launcher.ranks=2")
+
+
+def test_work_without_a_strategy_has_the_ranks_and_threads_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, device = resolve.resolve_launcher(Auto(ranks=4), "cpu")
+    assert (launcher, device) == (Spawn(ranks=4, threads=2, backend="gloo"), "cpu")
+    launcher, _ = resolve.resolve_launcher(Auto(threads=3), "cpu")
+    assert launcher == Inline(ranks=1, threads=3, backend="gloo")
+    with pytest.raises(InputError, match=r"^launcher=inline has one rank, but launcher\.ranks requests 2; use"):
+        resolve.resolve_launcher(Inline(ranks=2), "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve.resolve_launcher(Auto(), "auto")[1] == "cpu"
+    with pytest.raises(InputError, match=r"^device=cuda, but torch finds no CUDA GPU on this machine"):
+        resolve.resolve_launcher(Auto(), "cuda")
+
+
+@pytest.mark.parametrize("key", ["mean", "std"])
+def test_there_is_a_mean_and_a_deviation_for_each_channel(key: str) -> None:
+    for data, numbers, channels in (("digits", "[0.5, 0.25]", "1 channel"), ("fake", "[0.5]", "3 channels")):
+        says = f"input.{key} is {numbers}, but the images have {channels}, expected a number for each; remove it"
+        with pytest.raises(InputError) as raised:
+            resolved("device=cpu", f"dataset={data}", f"input.{key}={numbers}")
+        assert str(raised.value) == says
+
+
+@pytest.mark.parametrize(("words", "chosen"), [((), "bicubic"), (("input.interpolation=bilinear",), "bilinear")])
+def test_images_are_as_for_the_weights_unless_the_job_says_how(words: tuple[str, ...], chosen: str) -> None:
+    job = built("device=cpu", "dataset=fake", "dataset.channels=3", *words)
+    numbers = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    trained = TrainedInput(input_shape=(3, 8, 8), eval_crop=1.0, interpolation="bicubic", **numbers)
+    block = resolve._input(job.input, job.dataset, trained)
+    assert (block.mean, block.std, block.interpolation) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], chosen)
+    own = resolve._input(job.input, job.dataset, None)
+    assert (own.mean, own.std) == ([*job.dataset.mean], [*job.dataset.std])
+    assert own.interpolation == (chosen if words else "bilinear")
+
+
+@pytest.mark.parametrize(
+    ("resumed", "init_from", "pretrained", "source"),
+    [
+        ("run", None, False, "run"),
+        ("run", "start", False, "run"),
+        ("cardless", "start", False, "start"),
+        (None, "start", False, "start"),
+        (None, "start", True, "published"),
+        (None, "cardless", False, "published"),
+        (None, None, True, "published"),
+        (None, None, False, None),
+    ],
+)
+def test_the_images_of_a_resumed_run_are_its_own_and_else_those_of_its_first_weights(
+    resumed: str | None,
+    init_from: str | None,
+    pretrained: bool,
+    source: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("lockstep.checkpoint.weights.weights_file", lambda place: place / "model.safetensors")
+    monkeypatch.setattr(
+        "lockstep.checkpoint.weights.find_card",
+        lambda file: None if file.parent.name == "cardless" else str(file.relative_to(tmp_path)),
+    )
+    job: Any = SimpleNamespace(
+        init_from=init_from and f"~/{init_from}",
+        model=SimpleNamespace(pretrained=pretrained, trained_input=lambda: "published"),
+        starts_trained=pretrained or init_from is not None,
+    )
+    expected = source if source in (None, "published") else f"{source}/model.safetensors"
+    assert resolve._trained_input(job, resumed and tmp_path / resumed) == expected  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_recorded_as_one_graph_is_refused_each_with_its_remedy() -> None:
+    class Counts(Multiclass):
+        """A task that logs figures."""
+
+        figures = ("-my/gap", "my/share")
+
+    job = resolved("device=cpu", "train.cuda_graph=true")
+    validate._check_graph(job)
+    obstacles: dict[str, dict[str, Any]] = {
+        "this task logs my/gap, my/share, which no replay does; use another task": {"task": Counts()},
+        "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16": {"precision": FP16()},
+        "under strategy=ddp a step is more than the work of one device; use repro=exact": {"strategy": DDP()},
+    }
+    for sentence, changed in obstacles.items():
+        with pytest.raises(InputError) as raised:
+            validate._check_graph(replace(job, **changed))
+        (problem,) = map(str, raised.value.args)
+        assert problem.startswith(f"train.cuda_graph is true, but {sentence}")
+    off = replace(job, train=replace(job.train, cuda_graph=False), precision=FP16(), strategy=DDP())
+    validate._check_graph(off)
+    with pytest.raises(InputError) as raised:
+        validate._check_graph(replace(job, precision=FP16(), strategy=DDP()))
+    assert len(raised.value.args) == 2, "a line for each"
+
+
+@pytest.mark.parametrize(("examples", "fitting"), [(1000, 250), (8, 2), (3, 1), (2, 1)])
+def test_as_many_images_are_proposed_as_half_of_the_memory_has_room_for(
+    examples: int, fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made(SimpleNamespace):
+        """Data that a job generates."""
+
+    free = 4 * 10**9
+    monkeypatch.setattr(validate, "available_memory", lambda: free)
+    monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: free)
+    data: Any = Made(examples=examples, generated_bytes=2 * free)
+    with pytest.raises(InputError, match=rf"^the images of dataset=made need 8\.0 GB.*dataset\.examples={fitting}$"):
+        validate.check_data_memory(data)
+    validate.check_data_memory(Made(examples=examples, generated_bytes=0))  # type: ignore[arg-type]
+    validate.check_data_memory(Made(examples=examples, generated_bytes=free // 8))  # type: ignore[arg-type]
+
+
+OBLONG = ("device=cpu", "dataset=fake", "dataset.channels=3", "dataset.size=[16,24]", "model=linear")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train.size=[8,24]", "train.size is [8,24], but this model takes images of 16x24 alone ("),
+        ("train.size=8", "train.size is 8, but this model takes images of 16x24 alone ("),
+        (
+            "train.sizes={0: [16,24], 3: [24,16]}",
+            "train.sizes is [24,16], but this model takes images of 16x24 al",
+        ),
+        ("train.size=[16,24]", "train.size is [16, 24], which is the size of the evaluation too; remove it"),
+        ("train.sizes={0: [16,24]}", "train.sizes is [16, 24], which is the size of the evaluation too; remove it"),
+    ],
+)
+def test_a_size_of_two_sides_is_said_in_their_order(words: str, says: str) -> None:
+    with pytest.raises(InputError) as raised:
+        validate._check_train_size(resolved(*OBLONG, words))
+    assert str(raised.value).startswith(says)
+    if ", but" in says:
+        size = says.partition(" is ")[2].partition(", but")[0]
+        remedy = f"; use dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
+        assert str(raised.value).endswith(remedy)
+    validate._check_train_size(resolved(*OBLONG))
