@@ -747,3 +747,83 @@ def test_variables_that_say_too_little_are_told_with_the_whole_remedy(monkeypatc
         f"the environment looks like a task of srun, but its variables do not fit together ({shown}); "
         "start the ranks with srun, or leave the task: env -u SLURM_STEP_ID"
     )
+def no_answer(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each value of the store is waited for, without waiting."""
+
+    def wait(condition: Callable[[], object], seconds: float, *, show: str = "") -> object:
+        waited.append(seconds)
+        return condition()
+
+    waited: list[float] = []
+    monkeypatch.setattr(attach, "wait", wait)
+    return waited
+
+
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [(False, "main has not created the run folder"), (True, "main has not asked this rank to join")],
+)
+def test_a_rank_without_an_answer_of_main_says_for_what_it_has_waited(
+    agent: bool, says: str, monkeypatch: pytest.MonkeyPatch, store: TCPStore
+) -> None:
+    as_rank(monkeypatch, 1, store.port)
+    set_environment(
+        monkeypatch, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True" if agent else "False"
+    )
+    monkeypatch.setattr(attach, "_store", lambda *, serve: store)
+    waited = no_answer(monkeypatch)
+    with pytest.raises(RankFailed, match=rf"^{says} within 1800 s; its output says why$"):
+        join()
+    assert waited == [1800]
+
+
+def test_main_waits_for_each_rank_to_see_the_folder_and_for_no_rank_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path
+) -> None:
+    waited = no_answer(monkeypatch)
+    as_rank(monkeypatch, 0, store.port)
+    set_environment(monkeypatch, WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4")
+    followers = attach.Followers(store, "0", 4)
+    for rank in (1, 2):
+        store.set(attach.SEEN.format(0, rank), attach.OK)
+    with pytest.raises(RankFailed, match=r"^rank 3 has ended within 1800 s; its output says why$"):
+        followers.send(RunDir(tmp_path))
+    store.set(attach.ARRIVED.format(0, 1), json.dumps(["b", 7, 4]))
+    store.set(attach.ARRIVED.format(0, 3), json.dumps(["b", 8, 4]))
+    with pytest.raises(RankFailed, match=r"^rank 2 of 4 has not joined within 600 s; its output says why$"):
+        followers.gather()
+    assert waited == [1800] * 3 + [600] * 2
+
+
+def test_a_rank_of_another_size_is_named_with_both_sizes(monkeypatch: pytest.MonkeyPatch, store: TCPStore) -> None:
+    as_rank(monkeypatch, 0, store.port)
+    set_environment(monkeypatch, WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
+    for rank, size in ((1, 3), (2, 5)):
+        store.set(attach.ARRIVED.format(0, rank), json.dumps(["b", 7, size]))
+    with pytest.raises(InputError) as raised:
+        attach.Followers(store, "0", 3).gather()
+    assert str(raised.value) == (
+        "rank 2 was started with WORLD_SIZE=5, and rank 0 with WORLD_SIZE=3; use the same for each"
+    )
+
+
+def test_an_error_behind_the_folder_is_raised_and_ends_no_other_rank(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_rank(monkeypatch, 0, store.port)
+    set_environment(monkeypatch, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, 2]))
+    store.set(attach.SEEN.format(0, 1), attach.OK)
+
+    def lead(error: Exception) -> None:
+        with attach.leading() as followers:
+            if isinstance(error, RankFailed):
+                followers.send(RunDir(tmp_path))
+            raise error
+
+    with pytest.raises(RankFailed, match=r"^later$"):
+        lead(RankFailed("later"))
+    assert store.get(attach.ANSWER.format(0)).decode() == f"ok {tmp_path}"
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ValueError, match=r"^odd$"):
+        lead(ValueError("odd"))
