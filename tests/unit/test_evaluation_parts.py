@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import run_dir
 from lockstep.core.errors import InputError
+from lockstep.core.model import best_classes
 from lockstep.core.run import State
+from lockstep.core.run_dir import RunDir
 from lockstep.core.tags import CALIBRATION_ERROR, Monitor
 from lockstep.core.world import World
 from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.inference import evaluate as command
+from lockstep.inference import scoring
 from lockstep.inference.evaluate import CrossValidation, check_data, cross_validations, report_folds, share_note
 from lockstep.inference.scoring import (
     EvaluatedSplit,
@@ -29,6 +34,8 @@ from lockstep.inference.scoring import (
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import Record
 from lockstep.records.runs import JobRun
+from lockstep.scores import EvaluationBlock
+from lockstep.tasks import Multiclass
 
 
 def part(labels: torch.Tensor, *answers: torch.Tensor, **figures: float) -> Part:
@@ -449,3 +456,271 @@ def test_a_split_is_evaluated_with_the_threads_the_metrics_and_the_labels_of_the
         source.part = of
         with pytest.raises(InputError, match=f"--split is test, but the data has no test split; {remedy}$"):
             command.split_for(model, run, (), "test", typed_threads)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_sweep", [True, False])
+def test_the_words_of_the_ranks_go_to_them_and_all_others_to_the_evaluation(
+    is_sweep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(command, "on_ranks", lambda call, words, device: calls.append((call, words, device)))
+    monkeypatch.setattr(Ledger, "exists", is_sweep)
+    words = ["dataset.limit=3", "launcher.ranks=2", "data_root=a", "device=cpu"]
+    command.evaluate("run", words, split="test", device="cuda", out=str(tmp_path), form="json")
+    ((call, of_ranks, device),) = calls
+    assert call.func is (command.evaluate_folds if is_sweep else command.evaluate_weights)
+    assert call.args == ("run", ["dataset.limit=3", "data_root=a"])
+    assert call.keywords == {"split": "test", "out": str(tmp_path), "form": "json"}
+    assert (of_ranks, device) == (["launcher.ranks=2", "device=cpu"], "cuda")
+    command.evaluate("run", [], split="val", device=None, out=None)
+    assert calls[-1][0].keywords == {"split": "val", "out": None, "form": "table"}
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders to which MNIST has been downloaded."""
+    folders: list[str] = []
+    monkeypatch.setattr("lockstep.data.datasets.builtin.MNIST.prepare", lambda self: folders.append(self.root))
+    return folders
+
+
+def test_the_data_of_a_run_are_those_of_its_job_and_nothing_is_fetched(tmp_path: Path, fetched: list[str]) -> None:
+    run = run_dir(tmp_path / "run", "dataset=mnist", "data_root=/theirs", "dataset.limit=7")
+    source: Any = command.data_of(run, ())
+    assert (type(source).__name__, source.root, source.limit, fetched) == ("MNIST", "/theirs", 7, [])
+
+
+@pytest.mark.parametrize(
+    ("stored", "typed", "root", "limit", "is_fetched"),
+    [
+        (["dataset=mnist", "dataset.limit=7", "data_root=/theirs"], ["dataset.fold=null"], "/theirs", 7, False),
+        (["dataset=mnist", "dataset.limit=7", "data_root=/theirs"], ["data_root=mine"], "mine", 7, True),
+        (["dataset=mnist", "dataset.limit=7"], ["dataset.limit=5"], "data", 5, True),
+        (["dataset=digits", "data_root=/theirs"], ["dataset=mnist"], "/theirs", None, False),
+        (["dataset=fake", "dataset.classes=3"], ["dataset=mnist"], "data", None, True),
+        (None, ["dataset=mnist", "dataset.limit=5"], "data", 5, True),
+        (None, ["dataset=mnist", "data_root=mine"], "mine", None, True),
+    ],
+)
+def test_data_are_those_of_the_run_with_the_words_of_the_command_and_fetched_where_that_says(
+    stored: list[str] | None,
+    typed: list[str],
+    root: str,
+    limit: int | None,
+    is_fetched: bool,
+    tmp_path: Path,
+    fetched: list[str],
+) -> None:
+    run = None
+    if stored is not None:
+        run = RunDir.at(tmp_path / "run")
+        run.overrides.write_text(json.dumps([*stored, "epochs=3", "optimizer.lr=0.1"]))
+    source: Any = command.data_of(run, typed)
+    assert (type(source).__name__, source.root) == ("MNIST", root)
+    assert source.limit == (limit if limit is not None else type(source)().limit)
+    assert fetched == [root] * is_fetched
+
+
+def test_a_weights_file_is_told_to_name_data() -> None:
+    for words in ((), ("data_root=a",), ("dataset.limit=3",)):
+        with pytest.raises(InputError) as raised:
+            command.data_of(None, words)
+        assert str(raised.value) == (
+            "a weights file does not say where data is; name it: dataset=folder dataset.path=FOLDER"
+        )
+
+
+@pytest.mark.parametrize(("skipped", "own", "says"), [(3, 1, "2 more images,"), (2, 1, "1 more image,"), (1, 1, "")])
+def test_images_that_other_ranks_could_not_decode_are_counted(
+    skipped: int, own: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaders: list[Any] = []
+
+    def loader(**options: Any) -> Any:
+        loaders.append(options)
+        return SimpleNamespace(count_skipped=lambda: skipped, broken_seen=[*range(own)])
+
+    def evaluate_model(model: Any, **options: Any) -> dict[str, float]:
+        loaders.append((model, options))
+        return {"loss": 2.0}
+
+    labels, loss = torch.tensor([0, 1, 1]), {"_target_": "lockstep.losses.CrossEntropy"}
+    split = part(labels).split
+    model: Any = SimpleNamespace(
+        card=SimpleNamespace(loss=loss, classes=2, targets="classes", eval_batch=4, eval_views=6),
+        device=torch.device("cpu"),
+        **{name: name for name in ("model", "transforms", "precision")},
+    )
+    monkeypatch.setattr(scoring, "EvalLoader", loader)
+    monkeypatch.setattr(scoring, "evaluate_model", evaluate_model)
+    monkeypatch.setattr(type(split.examples), "skip", 5)
+    assert scoring.evaluate_blocks(model, split, World.solo("meta"), ["observer"]) == {"loss": 2.0}  # type: ignore[list-item]
+    shown = capsys.readouterr()
+    text = f"{says} which other ranks have read, cannot be decoded: skipped"
+    assert (text in shown.out + shown.err) is bool(says)
+    assert "which other ranks" in shown.out + shown.err or not says
+    (options, (called, evaluated_with)) = loaders
+    assert (options["eval_batch"], options["skip"], options["world"].device) == (4, 5, torch.device("cpu"))
+    options["eval_labels"][0] = -1
+    assert labels.tolist() == [0, 1, 1], "broken images are marked in a copy"
+    assert (called, evaluated_with["views"], evaluated_with["observers"]) == ("model", 6, ["observer"])
+    assert (evaluated_with["transforms"], evaluated_with["precision"]) == ("transforms", "precision")
+    assert isinstance(evaluated_with["task"], Multiclass)
+
+
+def observed(targets: str, probabilities: str, logits: torch.Tensor, labels: torch.Tensor) -> scoring.Predicted:
+    advanced: list[int] = []
+    of: Any = SimpleNamespace(targets=targets, probabilities=probabilities, classes=logits.shape[1])
+    observer = scoring.Predicted(of, World.solo(), advanced.append)
+    for at, block in enumerate((slice(2), slice(2, None))):
+        losses = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)[block]
+        own = logits[block]
+        observer.update(EvaluationBlock(own, own, best_classes(own), labels[block], losses, 2 * at))
+    assert advanced == [2, 1]
+    return observer
+
+
+def test_predictions_are_kept_with_their_share_their_odds_and_their_loss() -> None:
+    logits = torch.tensor([[1.0, 3.0], [0.5, -2.0], [0.0, 0.25]])
+    observer = observed("classes", "softmax", logits, torch.tensor([0, -1, 1]))
+    split = part(torch.tensor([0, 1, 1])).split
+    own_part = observer.part(split, 12, {"loss": 99.0, "top1": 50.0})
+    assert (own_part.split, own_part.step, own_part.images) == (split, 12, 2)
+    assert own_part.whole.tolist() == [True, False, True]
+    assert own_part.figures == {"loss": 3.5, "top1": 50.0}, "of the two images that are whole"
+    predicted, shares, odds = own_part.answers
+    assert predicted.tolist() == [1, 0, 1]
+    assert torch.equal(shares, logits.softmax(1).amax(1))
+    torch.testing.assert_close(odds, logits.double().softmax(1).logit(), rtol=1e-6, atol=1e-6)
+    by_label = observed("labels", "sigmoid", logits, torch.zeros(3, 2)).part(split, 1, {})
+    assert [len(by_label.answers), by_label.images] == [2, 3]
+    assert torch.equal(by_label.answers[0], logits.sigmoid())
+    assert torch.equal(by_label.answers[1], logits.double())
+    (values,) = observed("values", "values", logits, torch.zeros(3, 2)).part(split, 1, {}).answers
+    assert torch.equal(values, logits)
+
+
+def test_the_figures_of_all_parts_weigh_each_image_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scored:
+        def __init__(self, of: Any, nodes: Any, world: Any) -> None:
+            self.nodes = nodes
+
+        def compute(self) -> dict[str, float]:
+            return dict.fromkeys(self.nodes, 0.25)
+
+    words: list[Any] = []
+
+    @contextmanager
+    def progress(*facts: Any) -> Any:
+        words.append(facts)
+        yield lambda number: None
+
+    def evaluate_blocks(model: Any, split: EvaluatedSplit, world: World, observers: Any) -> dict[str, float]:
+        own, *both, predicted = observers
+        nodes.append([[*scores.nodes] for scores in (own, *both)])
+        number = len(split.labels)
+        losses = torch.full((number,), float(number), dtype=torch.float64)
+        logits = torch.eye(2)[split.labels]
+        predicted.update(EvaluationBlock(logits, logits, best_classes(logits), split.labels, losses, 0))
+        return {"loss": 0.0, "top1": 10.0 * number, "top5": 100.0}
+
+    nodes: list[Any] = []
+    monkeypatch.setattr(scoring, "_scores", Scored)
+    monkeypatch.setattr(scoring, "progress", progress)
+    monkeypatch.setattr(scoring, "evaluate_blocks", evaluate_blocks)
+    metric = {"f1": {"_target_": "lockstep.metrics.F1", "average": "macro"}}
+    trials = []
+    for number, step in ((1, 3), (3, 8)):
+        split = part(torch.zeros(number, dtype=torch.int64)).split
+        own = SimpleNamespace(targets="classes", probabilities="softmax", classes=2, step=step)
+        place = {"fold": str(number), "seed": "2"} if number == 3 else {}
+        trials.append((SimpleNamespace(card=own), EvaluatedSplit(split.examples, split.labels, metric, place)))
+    result = scoring.evaluated(trials, World.solo())  # type: ignore[arg-type]
+    assert result is not None
+    assert result.card is trials[0][0].card
+    assert [(own.step, own.images) for own in result.parts] == [(3, 1), (8, 3)]
+    together = {"loss": 0.25 * 1 + 0.75 * 3, "top1": 25.0, "top5": 100.0, "f1": 0.25, CALIBRATION_ERROR: 25.0}
+    assert result.figures == pytest.approx(together)
+    assert result.by_output == {"f1": 0.25}
+    assert nodes == [[[], ["f1", CALIBRATION_ERROR], ["f1"]], [["f1", CALIBRATION_ERROR]] * 2 + [["f1"]]]
+    assert [*result.parts[1].figures] == ["loss", "top1", "top5", "f1", CALIBRATION_ERROR]
+    assert result.parts[1].figures[CALIBRATION_ERROR] == 25.0
+    assert words == [("evaluating", 1), ("evaluating fold=3 seed=2", 3)]
+    assert scoring.evaluated([], World.solo()) is None
+
+
+def test_an_evaluation_is_on_the_device_and_with_the_threads_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    model = SimpleNamespace(card=SimpleNamespace(trained_on={"sha256": "own"}))
+    source = SimpleNamespace(notes=lambda: ["a note"], val_share=None)
+    split = part(torch.tensor([0, 1])).split
+    monkeypatch.setattr(command, "find_weights", lambda path: Path(path, "w.safetensors"))
+    monkeypatch.setattr(command, "run_of", lambda file: ("run of", file))
+    monkeypatch.setattr(command, "load_predictor", lambda file, device: calls.append((file, device)) or model)
+    monkeypatch.setattr(command, "say_which", lambda file, own: calls.append((file, own)))
+    monkeypatch.setattr(command, "split_for", lambda *words: calls.append(words) or (split, source))
+    monkeypatch.setattr(command, "fingerprint_of", lambda data: "own")
+    monkeypatch.setattr(command, "evaluated", lambda trials, world: calls.append((trials, world)))
+    world, file = World.solo("meta"), Path("of/w.safetensors")
+    command.evaluate_weights("of", ["x=1"], world, 5, split="train", out=None, form="table")
+    run = ("run of", file)
+    wanted_split = (model, run, ["x=1"], "train", 5)
+    assert calls == [(file, "meta"), (file, model.card), wanted_split, ([(model, split)], world)], (
+        "and nothing is shown"
+    )
+    calls.clear()
+    runs: Any = {2: SimpleNamespace(folder=Path("job2"), run_dir="its folder")}
+    (trial,) = command.trials(CrossValidation({}, 3, runs, {}), ["x=1"], world, 5)
+    assert calls == [(Path("job2"), "meta"), (model, "its folder", ["x=1"], "val", 5)]
+    assert (trial[0], trial[1].place) == (model, {"fold": "2"})
+
+
+@pytest.mark.parametrize(("targets", "title"), [("labels", "each label:"), ("values", "each value:")])
+def test_all_labels_and_values_are_shown_in_their_order(
+    targets: str, title: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = tuple(f"n{at:02}" for at in range(12, 0, -1))
+    shares = torch.eye(12)
+    by_output = {f"{metric}/{name}": at / 4 for metric in ("f1", "mae") for at, name in enumerate(names)}
+    Evaluation(card(targets, *names), [part(shares, shares)], {}, by_output).show()
+    head, columns, *lines = capsys.readouterr().out.splitlines()
+    assert head == title
+    assert columns.split() == [title.split()[1].rstrip(":"), "images", "f1", "mae"]
+    rows = [line.split() for line in lines if line.startswith("n") or " n" in line]
+    assert [row[0] for row in rows] == [*names]
+    assert rows[5][1:] == ["1" if targets == "labels" else "12", "1.25", "1.25"]
+
+
+def test_the_labels_of_an_example_their_shares_and_their_odds_have_a_column_each() -> None:
+    true = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    shares, odds = torch.tensor([[0.75, 0.5], [0.25, 0.125]]), torch.tensor([[1.0, 0.0], [-1.0, -2.0]])
+    whole = torch.tensor([True, False])
+    split = EvaluatedSplit(part(true).split.examples, true, place={"fold": "3"})
+    own_part = Part(split, 7, whole, (shares, odds), {})
+    rows = [*Evaluation(card("labels", "cat", "dog"), [own_part], {}, {}).lines()]
+    columns = ("predicted cat", "predicted dog", "log-odds cat", "log-odds dog")
+    assert rows == [
+        {
+            "sample": "0",
+            "true cat": "1",
+            "true dog": "0",
+            **dict(zip(columns, ("0.75", "0.5", "1", "0"), strict=True)),
+            "fold": "3",
+        },
+        {"sample": "1", "true cat": "0", "true dog": "1", **dict.fromkeys(columns, ""), "fold": "3"},
+    ]
+
+
+def test_the_images_of_a_class_are_counted_over_all_parts() -> None:
+    one, two = torch.tensor([0, 1, 1]), torch.tensor([1, 2])
+    answers = ((torch.tensor([0, 1, 0]), torch.ones(3)), (torch.tensor([1, 0]), torch.ones(2)))
+    parts = [part(labels, *own) for labels, own in zip((one, two), answers, strict=True)]
+    by_output = {"recall/a": 0.5, "recall/b": math.nan, "recall/c": 1.0}
+    result = Evaluation(card("classes", "a", "b", "c"), parts, {}, by_output)
+    assert result.rows == [
+        {"name": "a", "images": 1, "top1": 100.0, "recall": 0.5},
+        {"name": "b", "images": 3, "top1": pytest.approx(200 / 3), "recall": None},
+        {"name": "c", "images": 1, "top1": 0.0, "recall": 1.0},
+    ]
+    assert result.facts()["confusion"] == [[1, 0, 0], [1, 2, 0], [1, 0, 0]]
+    assert [line["sample"] for line in result.lines()] == ["0", "1", "2", "0", "1"]
