@@ -7,6 +7,7 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -467,3 +468,167 @@ def test_a_folder_of_timm_has_the_model_and_the_facts_of_the_card(
     with pytest.raises(LockstepError, match="the model that timm builds has other logits; nothing was written"):
         exporting.export_folder(predictor, None, Path("other"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link"]
+
+
+def test_a_model_is_compared_on_the_evaluation_split_of_its_run(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits: list[Any] = []
+
+    def split_for(predictor: Predictor, run: RunDir, words: tuple[str, ...], split: str) -> Any:
+        splits.append((predictor, run, words, split))
+        return SimpleNamespace(examples="examples"), None
+
+    run = RunDir.at(tmp_path / "run")
+    run.config.write_text("{}")
+    monkeypatch.setattr(exporting, "split_for", split_for)
+    monkeypatch.setattr(exporting, "sample", lambda examples, number: (examples, number))
+    assert exporting._images(digits, run.weights, []) == (("examples", exporting.COMPARED), "")  # type: ignore[comparison-overlap]
+    assert splits == [(digits, run, (), "val")]
+
+
+@pytest.mark.parametrize(("side", "crops"), [(7, True), (8, False), (9, False)])
+def test_an_exported_model_takes_what_the_evaluation_sees_where_that_is_smaller(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: int, crops: bool
+) -> None:
+    exported_models: list[Any] = []
+    card = replace(digits.card, input_shape=(1, side, 5), eval_crop=0.875)
+    predictor = replace(digits, card=card, transforms=replace(digits.transforms, preprocessing=card))
+    monkeypatch.setattr(exporting, "find_weights", lambda path: tmp_path / "w.safetensors")
+    monkeypatch.setattr(exporting, "load_predictor", lambda file, **how: predictor)
+    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    monkeypatch.setattr(exporting, "write_export", lambda *words, **_: exported_models.append(words) or 0.0)
+    exporting.export("w", [], kind="torch", pixels="uint8", out=None)
+    ((model, stored, _),) = exported_models
+    assert stored.shape == (64, 1, *((side, 5) if crops else (8, 8)))
+    assert model.transforms.preprocessing.eval_crop == (1.0 if crops else 0.875)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_the_file_for_photos_is_beside_models_of_photos_alone(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, channels: int
+) -> None:
+    shape, numbers = (channels, 8, 8), (0.5,) * channels
+    card = replace(digits.card, image_shape=shape, input_shape=shape, eval_crop=1.0, mean=numbers, std=numbers)
+    monkeypatch.setattr(exporting, "find_weights", lambda path: tmp_path / "w.safetensors")
+    monkeypatch.setattr(exporting, "load_predictor", lambda file, **how: replace(digits, card=card))
+    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    monkeypatch.setattr(exporting, "write_export", lambda *_, **__: 0.0)
+    exporting.export("w", [], kind="torch", pixels="uint8", out=None)
+    assert (tmp_path / "preprocess.py").exists() is (channels in (1, 3))
+
+
+def test_a_folder_of_timm_is_beside_its_weights_or_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Any] = []
+    weights = tmp_path / "run" / "model.safetensors"
+    monkeypatch.setattr(exporting, "find_weights", lambda path: weights)
+    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    monkeypatch.setattr(exporting, "run_of", lambda file: "the run")
+    monkeypatch.setattr(exporting, "export_folder", lambda *words: folders.append(words))
+    monkeypatch.setattr(exporting, "load_predictor", lambda file, **how: SimpleNamespace(card=None, how=how))
+    for out, target in ((None, weights.with_name("timm")), ("other", Path("other"))):
+        exporting.export("run", [], kind="timm", pixels="uint8", out=out)
+        predictor, run, folder = folders.pop()
+        assert (predictor.how, run, folder) == ({"device": "cpu", "precision": FP32()}, "the run", target)
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_a_folder_of_a_model_of_one_size_has_it_and_names_what_it_was_tuned_from(
+    digits: Predictor, tmp_path: Path, pretrained: bool
+) -> None:
+    model = timm.create_model("test_vit", num_classes=10, img_size=(32, 64)).eval()
+    model.pretrained_cfg = {**model.pretrained_cfg, "hf_hub_id": "timm/base", "license": "mit"}
+    shape, numbers = (3, 32, 64), (0.5,) * 3
+    sizes: dict[str, Any] = {"image_shape": shape, "input_shape": shape, "eval_crop": 1.0, "mean": numbers}
+    card = replace(digits.card, **sizes, std=numbers, probabilities="sigmoid", targets="labels")
+    card = replace(card, model={"_target_": "lockstep.models.Timm"})
+    run = RunDir.at(tmp_path / "run")
+    run.config.write_text(f"model: {{pretrained: {str(pretrained).lower()}}}\n")
+    run.overrides.write_text("[]")
+    exporting.export_folder(replace(digits, model=model, card=card), run, tmp_path / "folder")
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config["model_args"]["img_size"] == [32, 64]
+    assert config["problem_type"] == "multi_label_classification"
+    assert ("Fine-tuned from timm/base, mit" in (tmp_path / "folder" / "README.md").read_text()) is pretrained
+
+
+@pytest.mark.parametrize("where", ["build", "run"])
+def test_a_model_that_timm_cannot_build_again_is_one_sentence_and_leaves_nothing(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("sizes do not fit\nin layer 3")
+
+    model = timm.create_model("test_resnet", num_classes=10, in_chans=1).eval()
+    card = replace(digits.card, model={"_target_": "lockstep.models.Timm"})
+    broken = SimpleNamespace(eval=lambda: fail) if where == "run" else None
+    monkeypatch.setattr(timm, "create_model", fail if broken is None else lambda *_, **__: broken)
+    with pytest.raises(InputError, match=r"^--to timm: timm cannot build this model \(sizes do not fit.*; use --"):
+        exporting.export_folder(replace(digits, model=model, card=card), None, tmp_path / "folder")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_what_timm_is_told_is_of_the_card_and_of_the_network_and_of_no_published_weights(
+    digits: Predictor, fixed: bool
+) -> None:
+    of_timm = {"fixed_input_size": fixed, "first_conv": "conv1", "classifier": "head", "tag": "in1k", "url": "x"}
+    shape, numbers = (3, 32, 48), {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    card = replace(
+        digits.card,
+        **numbers,  # type: ignore[arg-type]
+        image_shape=(3, 40, 60),
+        input_shape=shape,
+        eval_crop=0.8,
+        fit="squash",
+        interpolation="bicubic",
+    )
+    assert exporting._facts(card, of_timm) == {
+        "fixed_input_size": fixed,
+        "first_conv": "conv1",
+        "classifier": "head",
+        "num_classes": 10,
+        "input_size": shape,
+        **numbers,
+        "interpolation": "bicubic",
+        "crop_pct": 0.8,
+        "crop_mode": "squash",
+    }
+    assert exporting._facts(card, {})["classifier"] is None
+
+
+class Halves(nn.Module):
+    """The sums of the left and of the right half of each image."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.float().flatten(1).unflatten(1, (2, -1)).sum(2)
+
+
+@pytest.mark.parametrize("kind", exporting.EXPORT_FORMATS)
+def test_each_format_takes_any_number_of_images_and_has_the_metadata(kind: str, tmp_path: Path) -> None:
+    for package in exporting.ONNX_PACKAGES if kind == "onnx" else ():
+        pytest.importorskip(package)
+    form, path = exporting.EXPORT_FORMATS[kind], tmp_path / f"model{exporting.EXPORT_FORMATS[kind].suffix}"
+    images = torch.arange(7 * 32).remainder(256).to(torch.uint8).view(7, 1, 4, 8)
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        form.write(Halves().eval(), images[:2], {"lockstep": '{"a": 1}'}, path)
+        logits = form.read(path)
+        for number in (1, 2, 7):
+            assert torch.equal(logits(images[:number]), Halves()(images[:number]))
+    assert [*tmp_path.iterdir()] == [path], "one file has all"
+    if kind == "torch":
+        texts = {"lockstep.json": ""}
+        program = torch.export.load(path, extra_files=texts)
+        assert texts == {"lockstep.json": '{"a": 1}'}
+        assert not any("stack_trace" in node.meta for node in program.graph.nodes)
+        return
+    import onnx
+
+    model = onnx.load(path)
+    assert {entry.key: entry.value for entry in model.metadata_props} == {"lockstep": '{"a": 1}'}
+    assert not any(node.metadata_props for node in model.graph.node)
+    (graph_input,), (output,) = model.graph.input, model.graph.output
+    assert (graph_input.name, output.name) == ("images", "logits")
+    assert graph_input.type.tensor_type.shape.dim[0].dim_param == "batch"

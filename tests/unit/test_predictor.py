@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import lockstep
 from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import load_start, read_card
-from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.errors import BrokenImage, InputError, LockstepError, StorageError
 from lockstep.core.fields import rule_of
 from lockstep.core.formats import NewerFormat
 from lockstep.core.model import best_classes
@@ -45,8 +45,10 @@ from lockstep.core.world import World
 from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import FileSplit
+from lockstep.inference import images as images_module
+from lockstep.inference import predictor as predictor_module
 from lockstep.inference.evaluate import split_for
-from lockstep.inference.images import files_in
+from lockstep.inference.images import files_in, stored_image, stored_images
 from lockstep.inference.predictor import Prediction, Predictor, load_predictor, run_of, say_which
 from lockstep.inference.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
@@ -835,3 +837,146 @@ def test_a_model_lies_in_memory_as_its_card_says(channels_last: bool, digits: Ru
     assert kernels
     assert {own.is_contiguous(memory_format=torch.channels_last) for own in kernels} == {channels_last}
     assert (loaded.memory_format is torch.channels_last) == channels_last
+@pytest.mark.parametrize(
+    ("packages", "present", "notes"),
+    [
+        ({}, {"mine": "new"}, []),
+        ({"mine": "old"}, {"mine": "old"}, []),
+        ({"mine": "old"}, {"mine": "new"}, ["mine"]),
+        ({"mine": "old"}, {"mine": "old", "more": "new"}, ["more"]),
+        ({"mine": "old", "__main__": "old"}, {"mine": "new", "__main__": "new"}, ["mine"]),
+        ({"mine": "old", "more": "old"}, {"mine": "new", "more": "new"}, ["mine", "more"]),
+    ],
+)
+def test_a_model_that_other_code_of_an_extension_has_trained_is_said_to_be(
+    digits: RunDir,
+    packages: dict[str, str],
+    present: dict[str, str],
+    notes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained = predictor_module.load_trained(digits.path, device="cpu")
+    trained = replace(trained, card=replace(trained.card, packages=packages))
+    code = {name: SimpleNamespace(facts={"sha256": sha256}) for name, sha256 in present.items()}
+    monkeypatch.setattr(predictor_module, "load_trained", lambda path, **_: trained)
+    monkeypatch.setattr("lockstep.runtime.user_code.code_of", lambda config: code)
+    load_predictor("some/run", device="cpu")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [f"some/run was trained with other code of {name}" for name in notes]
+
+
+def test_a_predictor_transforms_as_its_weights_say_on_their_device(
+    digits: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options_of: list[Any] = []
+    trained = predictor_module.load_trained(digits.path, device="cpu")
+    trained = replace(trained, memory_format=torch.channels_last, precision=FP64())
+    monkeypatch.setattr(
+        predictor_module, "load_trained", lambda path, **options: options_of.append((path, options)) or trained
+    )
+    predictor = load_predictor("run", device="cuda:1", precision=FP32(), module=None)
+    assert options_of == [("run", {"device": "cuda:1", "precision": FP32(), "module": None})]
+    assert (predictor.card, predictor.model, predictor.device) == (trained.card, trained.model, trained.device)
+    assert predictor.transforms.preprocessing == trained.card
+    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    pixels = predictor.preprocess(images)
+    assert pixels.dtype is torch.float64
+    wide = replace(predictor.card, image_shape=(3, 8, 8), input_shape=(3, 6, 6), mean=(0.5,) * 3, std=(0.5,) * 3)
+    of_colours = replace(predictor, card=wide, transforms=replace(predictor.transforms, preprocessing=wide))
+    pixels = of_colours.preprocess(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+
+
+def frames(folder: Path) -> Path:
+    """A file of three frames, with the levels 10, 100 and 200."""
+    first, *more = (Image.new("L", (8, 8), level) for level in (10, 100, 200))
+    first.save(path := folder / "frames.tif", save_all=True, append_images=more)
+    return path
+
+
+def test_an_image_of_pillow_is_the_frame_and_the_pixels_that_it_has_now(tmp_path: Path) -> None:
+    how = Digits().preprocessing
+    path = frames(tmp_path)
+    with Image.open(path) as opened:
+        assert stored_image(opened, how).unique().tolist() == [10]
+    for frame, level in ((1, 100), (2, 200), (0, 10)):
+        with Image.open(path) as opened:
+            opened.seek(frame)
+            assert stored_image(opened, how).unique().tolist() == [level], frame
+    with Image.open(path) as drawn:
+        drawn.paste(77, (0, 0, 8, 8))
+        assert stored_image(drawn, how).unique().tolist() == [77]
+    half = Image.new("L", (8, 4), 0)
+    half.paste(200, (0, 0, 4, 4))
+    half.getexif()[0x0112] = 6
+    wide = replace(how, image_shape=(1, 8, 4), input_shape=(1, 8, 4), fit="squash")
+    upright = stored_image(half, wide)[0]
+    assert (upright[0].tolist(), upright[-1].tolist()) == ([200] * 4, [0] * 4), "turned as its orientation says"
+
+
+def test_an_image_of_pillow_can_be_used_again(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8), (9, 99, 199)).save(path := tmp_path / "a.png")
+    how = replace(Digits().preprocessing, image_shape=(3, 8, 8), input_shape=(3, 8, 8))
+    opened = Image.open(path)
+    first, second = (stored_image(opened, how) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first[:, 0, 0].tolist() == [9, 99, 199]
+    assert opened.getpixel((0, 0)) == (9, 99, 199)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+def test_arrays_and_tensors_of_the_right_shape_are_not_changed_and_have_their_channels_last_or_first(
+    channels: int,
+) -> None:
+    shape = (channels, 6, 7)
+    how = replace(Digits().preprocessing, image_shape=shape, input_shape=shape)
+    tensor = torch.arange(channels * 42).remainder(251).to(torch.uint8).view(shape)
+    array = np.ascontiguousarray(tensor.permute(1, 2, 0).numpy())
+    for image in (tensor, array, *([array[..., 0]] * (channels == 1))):
+        assert torch.equal(stored_image(image, how), tensor)
+    both = stored_images(torch.stack([tensor, tensor.flip(1)]), how)
+    assert torch.equal(both, torch.stack([tensor, tensor.flip(1)]))
+    assert stored_images(iter([array, tensor]), how).shape == (2, *shape)
+    assert (stored_images([], how).shape, stored_images([], how).dtype) == ((0, *shape), torch.uint8)
+    larger = replace(how, image_shape=(channels, 12, 14), input_shape=(channels, 12, 14), fit="squash")
+    assert stored_image(tensor, larger).shape == (channels, 12, 14)
+    assert torch.equal(stored_image(array, larger), stored_image(tensor, larger))
+    array[:] = 0
+    copied = stored_image(array, how)
+    array[:] = 1
+    assert not copied.any(), "it has a copy of the array"
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is gone"), MemoryError("much"), OSError(5, "Input/output")])
+@pytest.mark.parametrize("image", ["a.png", b"bytes"], ids=str)
+def test_why_an_image_cannot_be_read_is_said_with_its_name(
+    image: Any, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    Path("a.png").touch()
+    monkeypatch.setattr(images_module.ImageFile, "of", fail)
+    name = "a.png" if image == "a.png" else "the image"
+    expected: dict[type, tuple[type[Exception], str]] = {
+        StorageError: (StorageError, "the disk is gone"),
+        MemoryError: (LockstepError, f"out of memory for {name}"),
+        OSError: (InputError, f"{name} cannot be read as an image (Input/output)"),
+    }
+    kind, text = expected[type(error)]
+    with pytest.raises(kind) as raised:
+        stored_image(image, Digits().preprocessing)
+    assert text.split()[-1] in str(raised.value)
+    assert (str(raised.value) == text) or isinstance(error, MemoryError)
+
+
+def test_labels_above_a_threshold_are_the_likeliest_first_and_none_is_at_it() -> None:
+    shares = torch.tensor([0.5, 0.9, 0.1, 0.75], dtype=torch.float64)
+    prediction = Prediction(label=1, names=tuple("abcd"), probabilities=shares, log_odds=shares.logit())
+    above = {0.0: "bdac", 0.1: "bda", 0.5: "bd", 0.75: "b", 0.9: "", 1.0: "", -1.0: "bdac", 2.0: ""}
+    assert {share: "".join(row[1] for row in prediction.above(share)) for share in above} == above
+    assert prediction.above(0.7) == [(1, "b", 0.9), (3, "d", 0.75)]
+    assert prediction.top(0) == []
+    assert (prediction.name, prediction.probability) == ("b", 0.9)
