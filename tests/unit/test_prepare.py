@@ -433,3 +433,27 @@ def test_an_average_is_continued_by_the_steps_that_its_checkpoint_has(
         *[("average", here, earlier, 4, 3)] * averages,
         *[("note", job, plan, decided, 4)] * saved,
     ]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_the_objects_of_a_program_are_checked_with_their_job(is_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    resume = resume_of(*SMALL)
+    monkeypatch.setattr(prepare.extensions, "arguments_of", lambda parts: ["model"] * is_given)
+    monkeypatch.setattr("lockstep.training.objects.check_given", calls.append)
+    monkeypatch.setattr(Resume, "check_personal", lambda self, component: calls.append(component))
+    checked_job(resume)
+    assert calls == [resume.job, *[vars(resume.job)] * is_given]
+
+
+def test_what_was_chosen_for_the_images_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    notes: list[Any] = []
+    monkeypatch.setattr(
+        prepare.auto_training,
+        "notes",
+        lambda job, fitted, images: notes.append((job, fitted, images)) or ["one", "two"],
+    )
+    resume = resume_of(*SMALL, "dataset.examples=50")
+    fitted = fitted_to_images(checked_job(resume), resume)
+    assert notes == [(resume.job, fitted, 50)]
+    assert capsys.readouterr().err.endswith("\none\ntwo\n")

@@ -670,10 +670,7 @@ OBLONG = ("device=cpu", "dataset=fake", "dataset.channels=3", "dataset.size=[16,
     [
         ("train.size=[8,24]", "train.size is [8,24], but this model takes images of 16x24 alone ("),
         ("train.size=8", "train.size is 8, but this model takes images of 16x24 alone ("),
-        (
-            "train.sizes={0: [16,24], 3: [24,16]}",
-            "train.sizes is [24,16], but this model takes images of 16x24 al",
-        ),
+        ("train.sizes={0: [16,24], 3: [24,8]}", "train.sizes is [24,8], but this model takes images of 16x24 al"),
         ("train.size=[16,24]", "train.size is [16, 24], which is the size of the evaluation too; remove it"),
         ("train.sizes={0: [16,24]}", "train.sizes is [16, 24], which is the size of the evaluation too; remove it"),
     ],
@@ -687,3 +684,65 @@ def test_a_size_of_two_sides_is_said_in_their_order(words: str, says: str) -> No
         remedy = f"; use dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
         assert str(raised.value).endswith(remedy)
     validate._check_train_size(resolved(*OBLONG))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("ddp", "DDP"), ("zero", "ZeRO"), ("fsdp", "FSDP"), ("dp", "DataParallel")]
+)
+def test_a_strategy_that_adds_in_another_order_is_refused_for_the_same_bits(strategy: str, name: str) -> None:
+    words = ("device=cpu", f"strategy={strategy}", "launcher.ranks=2")
+    with pytest.raises(InputError) as raised:
+        resolved(*words, "repro=strict")
+    assert str(raised.value) == (
+        f"repro=strict adds gradients in a fixed order, which {name} does not keep; "
+        "remove strategy=..., or use repro=exact"
+    )
+
+
+@pytest.mark.parametrize("words", [(), ("strategy=single",), ("strategy=strict",), ("strategy.sync_batchnorm=true",)])
+def test_a_strategy_that_says_no_order_may_be_strict(words: tuple[str, ...]) -> None:
+    assert type(resolved("device=cpu", "repro=strict", *words).strategy) is Strict
+
+
+NODES = "launcher=elastic launcher.ranks=1 launcher.rendezvous=a:1 repro=strict launcher.nodes="
+AVERAGE = (
+    "but under precision=bf16_pure an average is in bfloat16 too, where a number moves by 1/256 of itself or not at "
+)
+CONFLICTS = {
+    f"{NODES}2:4": "launcher.nodes is 2:4, but repro=strict deals its virtual shards to a fixed number of ranks; use "
+    "launcher.nodes=4, or repro=exact",
+    "precision=bf16_pure train.ema=0.9": f"train.ema is 0.9, {AVERAGE}all; use precision=bf16, or remove train.ema",
+    "precision=bf16_pure train.swa_from=1ep": (
+        f"train.swa_from is 1ep, {AVERAGE}all; use precision=bf16, or remove train.swa_from"
+    ),
+    "batch=10 train.repeats=4": "train.repeats is 4, but batch is 10, so a global batch cannot hold its examples so "
+    "often; use batch=8, or remove train.repeats",
+}
+
+
+@pytest.mark.parametrize("words", CONFLICTS)
+def test_keys_that_do_not_go_together_are_named_with_their_values_and_remedies(words: str) -> None:
+    with pytest.raises(InputError) as raised:
+        validate.check_conflicts(resolved("device=cpu", *words.split()))
+    assert str(raised.value) == CONFLICTS[words]
+    validate.check_conflicts(resolved("device=cpu", "precision=bf16_pure", "train.repeats=8", "batch=64"))
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "of", "some"),
+    [
+        ("loss", "mse", "values", {"cross_entropy", "bce", "focal"}),
+        ("metric", "mae", "values", {"accuracy", "f1", "kappa"}),
+    ],
+)
+def test_what_is_of_other_targets_is_answered_with_the_options_for_these(
+    group: str, name: str, of: str, some: set[str]
+) -> None:
+    with pytest.raises(InputError) as raised:
+        validate.check_targets(resolved("device=cpu", f"{group}={name}"))
+    head, _, names = str(raised.value).partition("NAME with one of ")
+    assert head == (f"{group}: {name.upper()} is for {of}, and the targets of this task are classes; use {group}=")
+    proposed, options = names.split(", "), classes_of(group)
+    assert proposed == sorted(proposed)
+    assert some <= {*proposed}
+    assert {*proposed} == {option for option, cls in options.items() if "classes" in cls.targets}
