@@ -706,14 +706,14 @@ def test_a_strategy_that_says_no_order_may_be_strict(words: tuple[str, ...]) -> 
 
 NODES = "launcher=elastic launcher.ranks=1 launcher.rendezvous=a:1 repro=strict launcher.nodes="
 AVERAGE = (
-    "but under precision=bf16_pure an average is in bfloat16 too, where a number moves by 1/256 of itself or not at "
+    "but under precision=bf16_pure an average is in bfloat16 too, where a number moves by 1/256 of itself or not "
 )
 CONFLICTS = {
     f"{NODES}2:4": "launcher.nodes is 2:4, but repro=strict deals its virtual shards to a fixed number of ranks; use "
     "launcher.nodes=4, or repro=exact",
-    "precision=bf16_pure train.ema=0.9": f"train.ema is 0.9, {AVERAGE}all; use precision=bf16, or remove train.ema",
+    "precision=bf16_pure train.ema=0.9": f"train.ema is 0.9, {AVERAGE}at all; use precision=bf16, or remove train.ema",
     "precision=bf16_pure train.swa_from=1ep": (
-        f"train.swa_from is 1ep, {AVERAGE}all; use precision=bf16, or remove train.swa_from"
+        f"train.swa_from is 1ep, {AVERAGE}at all; use precision=bf16, or remove train.swa_from"
     ),
     "batch=10 train.repeats=4": "train.repeats is 4, but batch is 10, so a global batch cannot hold its examples so "
     "often; use batch=8, or remove train.repeats",
