@@ -711,7 +711,9 @@ AVERAGE = (
 CONFLICTS = {
     f"{NODES}2:4": "launcher.nodes is 2:4, but repro=strict deals its virtual shards to a fixed number of ranks; use "
     "launcher.nodes=4, or repro=exact",
-    "precision=bf16_pure train.ema=0.9": f"train.ema is 0.9, {AVERAGE}at all; use precision=bf16, or remove train.ema",
+    "precision=bf16_pure train.ema=0.9": (
+        f"train.ema is 0.9, {AVERAGE}at all; use precision=bf16, or remove train.ema"
+    ),
     "precision=bf16_pure train.swa_from=1ep": (
         f"train.swa_from is 1ep, {AVERAGE}at all; use precision=bf16, or remove train.swa_from"
     ),

@@ -619,7 +619,7 @@ def test_a_rank_that_ends_with_no_error_is_no_failure_and_others_are_waited_for(
 
         looks = 0
 
-        @property  # type: ignore[override]
+        @property
         def exitcode(self) -> int | None:
             self.looks += 1
             return None if self.looks < 9 else 0
