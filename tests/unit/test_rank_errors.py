@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.job import worker
 from lockstep.job.ranks import on_ranks
 from lockstep.job.worker import RankErrorFile, exit_as_rank
-from lockstep.launcher import Inline
+from lockstep.launcher import Elastic, Inline
 from lockstep.launcher.spawn import Spawn, first_failure
 from lockstep.runtime.signals import LAUNCHER
 from lockstep.training.resolved_job import load_job
@@ -469,3 +470,29 @@ def test_a_command_on_ranks_needs_a_device_of_its_own_only_where_words_name_none
     assert devices == ["cpu"] * 3
     with pytest.raises(InputError, match=r"^device=cuda, but torch finds no CUDA GPU"):
         on_ranks(print, ["launcher.ranks=1"], "cuda")
+
+
+@pytest.mark.parametrize(("nodes", "most"), [("1:2", 2), (3, 3)])
+def test_a_program_is_told_how_to_train_on_several_machines(run: RunDir, nodes: int | str, most: int) -> None:
+    job = resolved("device=cpu")
+    launcher = Elastic(ranks=1, nodes=nodes, rendezvous="a:1", backend="gloo", threads=1)
+    with pytest.raises(InputError) as raised:
+        worker.start_job(run, replace(job, launcher=launcher))
+    assert str(raised.value) == (
+        f"launcher.nodes requests {most} machines, which only the command line can do; use lockstep train, or "
+        "launcher.nodes=1"
+    )
+
+
+def test_a_hang_of_a_rank_keeps_where_the_first_one_saw_each_rank(run: RunDir, monkeypatch: Any) -> None:
+    monkeypatch.setenv(LAUNCHER, "1")
+    errors = RankErrorFile(run, 3)
+    errors.record_hang(RankFailed("rank 3 hangs"), {3: "waits", 11: "is gone"})
+    facts = json.loads(run.rank_error(3).read_text())
+    assert (facts["time"], facts["rank"], facts["exit_code"], facts["known"]) == (1000.0, 3, 70, True)
+    assert run.rank_error(3).read_text().endswith("}\n")
+    assert "RankFailed: rank 3 hangs" in facts["traceback"]
+    failure = first_failure(run, {3: 70})
+    assert str(failure).endswith("rank*.log; rank 3 waits, rank 11 is gone")
+    assert type(failure) is RankFailed
+    assert failure.__notes__[0].startswith("rank 3:\n")

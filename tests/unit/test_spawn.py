@@ -649,3 +649,75 @@ def test_a_launch_on_slurm_keeps_all_that_its_ranks_share(monkeypatch: pytest.Mo
     for restarts in (0, 2):
         machines = Slurm(**own, nodes=4, restarts=restarts).in_allocation()
         assert machines == Elastic(**own, **place, restarts=restarts)
+
+
+def test_a_stop_that_came_while_ranks_were_started_is_sent_to_them_again(
+    tmp_path: Path, ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(words: list[str], variables: dict[str, str]) -> Rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Rank(obeys=(signal.SIGKILL,))
+
+    def join(children: Children) -> dict[int, int]:
+        received.extend([*rank.got] for rank in children.ranks)  # type: ignore[attr-defined]
+        return {}
+
+    received: list[list[int]] = []
+    ranks()
+    monkeypatch.setattr(spawn, "Fresh", start)
+    monkeypatch.setattr(Children, "join", join)
+    assert Spawn(ranks=2).attempt(Entry(entry), RunDir.at(tmp_path / "run")) is None
+    assert received == [[signal.SIGTERM] * 2] * 2, "the first may have come before they could hear it"
+
+
+def test_an_agent_of_torch_is_silent_and_its_ranks_end_with_their_own_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
+
+    failures = {0: ProcessFailure(0, 1, 74, "none"), 2: ProcessFailure(2, 1, 2, "none")}
+    failures[0].timestamp, failures[2].timestamp = 2000, 1000
+
+    def run(*words: str) -> None:
+        logging.getLogger("torch.distributed.elastic").warning("a rank has failed")
+        raise ChildFailedError("ranks", failures)
+
+    monkeypatch.setattr(logging.getLogger("torch.distributed.elastic"), "handlers", [])
+    monkeypatch.setattr(api, "elastic_launch", lambda config, program: run)
+    monkeypatch.setattr(Elastic, "_await_main", lambda self, patience: None)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    with pytest.raises(SystemExit) as left:
+        Elastic(nodes=2, ranks=4, rendezvous="127.0.0.1:1", node_rank=1).run_agent(["python"])
+    assert left.value.code == 2, "of the first that failed"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("timeout", "read"), [("0.2s", 1), ("1.4s", 1), ("90s", 90), ("601s", 601), ("2h", 7200)])
+def test_machines_wait_for_each_other_as_long_as_for_a_step_and_at_first_ten_minutes(
+    timeout: str, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.launcher import api
+
+    waits: list[Any] = []
+    monkeypatch.setattr(api, "elastic_launch", lambda config, program: lambda *words: None)
+    monkeypatch.setattr(Elastic, "_await_main", lambda self, patience: waits.append(patience))
+    monkeypatch.setattr(Elastic, "_launch_config", lambda self, *seconds: waits.append(seconds))
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    Elastic(nodes=2, ranks=1, rendezvous="a:1", node_rank=1, timeout=timeout).run_agent(["python"])
+    patience = max(read, 600)
+    assert waits == [patience, (read, patience)]
+
+
+def test_an_address_that_is_in_use_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(InputError) as raised:
+            Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=0).try_address()
+    says = f"launcher.rendezvous: this machine cannot listen at {place} (Address already in use"
+    assert str(raised.value).startswith(says)
+    assert str(raised.value).endswith(
+        "; use an address of it and a free port, or launcher.node_rank=1 if this is not main's machine"
+    )
+    for _ in range(2):  # it is given back
+        assert Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=0).try_address().endswith(f"listen at {place}")
