@@ -724,3 +724,14 @@ def test_the_images_of_a_class_are_counted_over_all_parts() -> None:
     ]
     assert result.facts()["confusion"] == [[1, 0, 0], [1, 2, 0], [1, 0, 0]]
     assert [line["sample"] for line in result.lines()] == ["0", "1", "2", "0", "1"]
+
+
+def test_a_group_of_the_user_belongs_to_the_data_of_its_run_and_not_to_other_data(
+    tmp_path: Path, fetched: list[str]
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.overrides.write_text(json.dumps(["mine=small", "experiment=photos", "dataset=mnist", "epochs=3"]))
+    source: Any = command.data_of(run, ["dataset=mnist"])
+    assert (type(source).__name__, source.root) == ("MNIST", "data")
+    with pytest.raises(Exception, match="mine"):  # a group of the user that is not here
+        command.data_of(run, ["dataset.limit=5"])
