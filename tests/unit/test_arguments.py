@@ -271,3 +271,85 @@ def test_the_command_alone_shows_its_help(
         arguments()
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith("lockstep " if words == ["--version"] else "usage: lockstep ")
+
+
+# What stands in brackets behind the help of an argument, where no line shows it: the command decides it later.
+DECIDED_LATER = {
+    *("a GPU if there is one", "the run or sweep, or the current folder", "the run's evaluation split"),
+    *("next to the weights", "score, best first", "stop after 30 s", "show.png in the current folder"),
+    *("lr-find.svg in output_root", "2,3,4, or up to the number of GPUs", "MNIST", "GPUs, or CPU cores", "all"),
+}
+LATER = {"--top": "3", "--threshold": "0.5", "--size": "256", "--skip": "0"}
+
+
+@pytest.mark.parametrize("command", [name for name in USUAL if name != "train"])
+def test_the_help_of_an_argument_ends_with_what_it_is_without_one(command: str) -> None:
+    for action in parsers()[1][command.split()[0]]._actions:
+        usual = re.search(r"\[([^\]]+)\]$", action.help or "")
+        if usual is None or usual[1] in DECIDED_LATER:
+            continue
+        (default,) = action.default if isinstance(action.default, list) else [action.default]
+        if default is None:
+            assert LATER[action.option_strings[-1]] == usual[1]
+        else:
+            assert type(default)(usual[1]) == default, action
+
+
+FORMS_OF = {
+    **dict.fromkeys(("evaluate", "clean", "doctor", "lr-find", "prove"), ("json",)),
+    "predict": ("csv", "json"),
+    "ladder": ("csv", "json"),
+    **dict.fromkeys(("runs", "compare"), ("csv", "json", "latex", "markdown")),
+}
+
+
+@pytest.mark.parametrize("line", USUAL)
+def test_a_command_has_these_forms_of_output_besides_a_table(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = FORMS_OF.get(line.split()[0], ())
+    for form in ("csv", "json", "latex", "markdown"):
+        monkeypatch.setattr(sys, "argv", ["lockstep", *line.split(), f"--{form}"])
+        if form in forms:
+            assert arguments().form == form
+        else:
+            with pytest.raises(InputError, match=f"--{form} is not a recognized argument"):
+                arguments()
+
+
+@pytest.mark.parametrize("command", [*ONE_PROCESS, "pack"])
+def test_a_command_that_takes_a_job_has_every_word_of_it_whatever_it_uses(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["seed=1", "output_root=x", *TRAINED, "latest"]
+    monkeypatch.setattr(sys, "argv", ["lockstep", command, *words])
+    values = vars(arguments())
+    assert values["words" if command == "pack" else "overrides"] == words
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [line for line in USUAL if line.split()[0] not in (*ONE_PROCESS, "evaluate")])
+def test_a_command_of_one_process_may_be_started_in_a_rank(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["lockstep", *line.split()])
+    assert arguments().command == line.split()[0]
+
+
+def test_an_evaluation_takes_data_root_and_keys_below_the_data_and_leaves_out_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data_root=there", "dataset.limit=3", "seed=1", "output_root=there", "task=multilabel"]
+    monkeypatch.setattr(sys, "argv", ["lockstep", "evaluate", "RUN", *words])
+    assert arguments().overrides == words[:2]
+    taken = "settings of data and ranks alone"
+    sentence = f"lockstep evaluate trains nothing, so it takes {taken}; ignored: {' '.join(words[2:])}\n"
+    assert capsys.readouterr().err == sentence
+
+
+@pytest.mark.parametrize("line", ["runs RUN", "runs --json", "demo RUN", "compare RUN --json"])
+def test_what_a_command_without_a_job_ignores_is_said_also_of_an_output_root_that_nothing_needs(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", *line.split(), "epochs=3", "output_root=there"])
+    assert not {"epochs=3", "output_root=there"} & {*map(str, vars(arguments()).values())}
+    sentence = f"lockstep {line.split()[0]} trains nothing, so it takes no settings"
+    assert capsys.readouterr().err == f"{sentence}; ignored: epochs=3 output_root=there\n"

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers import composed
-from lockstep.cli.needs import needs_of
+from lockstep.cli.needs import kind, needs_of
 from lockstep.cli.run import run_job
 from lockstep.config.composition import Invocation, jobs_of
 from lockstep.core.errors import InputError
@@ -116,3 +116,110 @@ def test_a_job_resumed_alone_has_its_new_score_in_the_sweep_unless_it_was_done(
     now = ledger.read(record)
     assert (now.state, now.objective) == (State.done, objective)
     assert before is not State.done or now == ended
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], 4),
+        (["launcher.threads=1"], 1),
+        (["launcher.threads=3"], 3),
+        (["launcher.threads=2", "launcher.ranks=3", "strategy=ddp"], 6),
+        (["launcher.ranks=3", "strategy=ddp"], 4),
+    ],
+    ids=str,
+)
+def test_a_job_without_a_gpu_has_the_cores_of_the_machine_or_the_threads_of_its_ranks(
+    words: list[str], expected: int
+) -> None:
+    for of_job in (job(*words), job("device=cpu", *words, machine=Needs(gpus=2, cores=4))):
+        assert (of_job.cores, of_job.gpus, of_job.submits, of_job.kind) == (expected, 0, False, "")
+
+
+def test_a_job_for_a_cluster_takes_nothing_here() -> None:
+    of_job = job("launcher=slurm", "launcher.threads=2", machine=Needs(gpus=2, cores=4))
+    assert (of_job.cores, of_job.gpus, of_job.submits, of_job.kind) == (0, 0, True, "")
+    assert of_job.monitor == "top1"
+
+
+@pytest.mark.parametrize(
+    ("words", "monitor", "figures"),
+    [
+        ([], "top1", ["loss", "top1", "top5"]),
+        (["monitor=loss", "metric=[f1]"], "-loss", ["loss", "top1", "top5", "f1"]),
+        (["task=multilabel", "loss=bce"], "map", ["loss", "map", "f1", "subset_accuracy"]),
+        (["task=regression", "loss=mse"], "-mae", ["loss", "mae", "rmse", "r2"]),
+    ],
+    ids=str,
+)
+def test_a_job_says_by_what_it_is_compared_and_what_its_evaluations_log(
+    words: list[str], monitor: str, figures: list[str]
+) -> None:
+    assert (job(*words).monitor, [*job(*words).figures]) == (monitor, figures)
+
+
+GPUS = Needs(gpus=2, cores=4)
+
+
+@pytest.mark.parametrize(
+    ("word", "is_one_kind"),
+    [
+        *((word, True) for word in ("seed=1", "optimizer.lr=0.5", "epochs=3", "name=x", "cost.usd_per_gpu_hour=1")),
+        *((word, False) for word in ("batch=8", "model=linear", "dataset.input_size=16", "loader=streaming")),
+        *((word, False) for word in ("train.micro_batches=2", "precision=fp64")),
+    ],
+)
+def test_jobs_share_a_gpu_if_what_they_take_of_it_is_equal(word: str, is_one_kind: bool) -> None:
+    shared = ("sweep.gpu_share=true",)
+    usual, other = (job(*shared, *words, machine=GPUS) for words in ((), (word,)))
+    assert usual.gpus == other.gpus == 1
+    assert usual.kind
+    assert (usual.kind == other.kind) == is_one_kind
+    assert (job(word, machine=GPUS).kind, job(*shared, word).kind) == ("", ""), "only where it is asked for"
+
+
+def test_the_order_of_the_keys_of_a_job_makes_no_other_kind() -> None:
+    values = composed("sweep.gpu_share=true")
+    assert kind(values) == kind(dict(reversed(values.items())))
+
+
+@pytest.mark.parametrize(("forks", "submits", "launcher"), [(False, False, "pool"), (True, True, "pool")])
+@pytest.mark.parametrize("of_program", [True, False])
+def test_a_class_of_a_program_is_refused_where_no_job_is_forked_from_it(
+    forks: bool, submits: bool, launcher: str, of_program: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.cli.needs.can_fork", lambda: forks)
+    monkeypatch.setattr("lockstep.cli.needs.extensions.is_importable", lambda cls: not of_program)
+    monkeypatch.setattr("lockstep.cli.needs.import_for_ranks", lambda job: None)
+    words = ["launcher=slurm"] if submits else []
+
+    def needs(chosen: str) -> Needs:
+        choices = {"runtime": {"choices": {"hydra/launcher": chosen}}, "sweep": {"dir": "no-sweep"}}
+        return needs_of(OmegaConf.create({**composed(*words), "hydra": choices}), CPU)
+
+    if of_program:
+        with pytest.raises(InputError, match=r"^only jobs that are forked on this machine have objects and classes"):
+            needs(launcher)
+        monkeypatch.setattr("lockstep.cli.needs.can_fork", lambda: True)
+        words = []
+        assert needs("pool").cores == 4
+        with pytest.raises(InputError, match=r"^only jobs that are forked on this machine"):
+            needs("basic")
+    else:
+        assert needs(launcher).submits is submits
+        assert needs("basic").submits is submits
+
+
+def test_a_job_of_a_running_sweep_leaves_its_record_to_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.cli.run._run_here", lambda resume, lock: 3.0)
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity())
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    running = ledger.start(record)
+    called = Invocation(overrides=(), sweep=True, folder=None, hydra="")
+    own = {"composed": composed(), "values": composed(), "run": ledger.folder / record.folder}
+    resume = Resume(invocation=called, may_fetch=True, **own, folder=own["run"], overrides=called.overrides)
+    assert run_job(resume, Lock()) == 3.0
+    assert ledger.read(record) == running

@@ -500,3 +500,87 @@ def test_of_broken_images_the_last_one_is_the_one_too_many(tmp_path: Path) -> No
         with pytest.raises(BrokenImage, match=f"image {image}, "):
             pack(replace(source, skip=skip), tmp_path / "target")
     assert len(pack(replace(source, skip=3), tmp_path / "target")) == 3
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command packs, with the words and the arguments that it has passed on."""
+
+    def job_here(words: list[str], who: str) -> SimpleNamespace:
+        passed.update(words=words, who=who)
+        return SimpleNamespace(dataset=passed["source"])
+
+    def pack_source(source: Any, target: Path, *, threads: int, advanced: Any) -> list[BrokenImage]:
+        passed.update(packed=source, target=target, threads=threads)
+        advanced(3)
+        return passed["broken"]
+
+    @contextmanager
+    def progress(activity: str, total: int) -> Iterator[Callable[[int], None]]:
+        passed.update(activity=activity, total=total)
+        yield lambda number: passed.update(advanced=number)
+
+    source = SimpleNamespace(image_shape=(3, 20, 40), crops_files=False, notes=lambda: ["a note"])
+    sizes = {"train": 1500, "eval": 20, "test": 3}
+    vars(source).update({name: lambda size=size: range(size) for name, size in sizes.items()})
+    passed: dict[str, Any] = {"source": source, "broken": []}
+    monkeypatch.setattr(command, "job_here", job_here)
+    monkeypatch.setattr(command, "progress", progress)
+    monkeypatch.setattr(packed, "pack_source", pack_source)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: passed.update(torch=number))
+    return passed
+
+
+def test_a_pack_reads_the_source_of_its_words_and_says_what_it_has_and_how_to_train_on_it(
+    packing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    packing["broken"] = [BrokenImage(7, "a.png", "cut"), BrokenImage(9, "b.png", "empty")]
+    words = ["photos, mine", "out", "task=multilabel", "seed=1"]
+    command.pack(words, decode_size="32", skip="2", val_share=None)
+    assert packing["words"] == [
+        *("batch=1", "dataset=folder", 'dataset.path="photos, mine"', "dataset.decode_size=32", "dataset.skip=2"),
+        *("task=multilabel", "seed=1"),
+    ]
+    assert packing["who"] == "pack decodes images"
+    assert (packing["activity"], packing["total"], packing["advanced"]) == ("packing", 1523, 3)
+    assert (packing["target"], packing["threads"], packing["torch"]) == (tmp_path / "out", cores(), 1)
+    shown = capsys.readouterr()
+    lines = [*shown.out.splitlines(), *shown.err.splitlines()]
+    train = "train with dataset=packed dataset.path=out task=multilabel"
+    assert f"packed 1,521 images, 3.7 MB; {train}" in lines  # 1,523 times 2,400 bytes
+    for line in ("a note", "image 7, a.png, cannot be decoded (cut): skipped", "image 9, b.png, cannot be decoded"):
+        assert any(line in text for text in lines), line
+    assert "random crops" not in "".join(lines)
+
+
+def test_a_pack_of_overrides_has_no_folder_and_says_that_crops_are_cut_from_what_is_stored(
+    packing: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packing["source"].crops_files = True
+    command.pack([str(tmp_path / "out"), "dataset=csv"], val_share="0.5")
+    assert packing["words"] == ["batch=1", "dataset.val_share=0.5", "dataset=csv"]
+    assert packing["target"] == tmp_path / "out"
+    shown = capsys.readouterr().out
+    assert f"train with dataset=packed dataset.path={tmp_path}/out\n" in shown
+    assert "random crops are now cut from squares of 20 pixels, and not from the files" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [(["dataset=csv", "out"], {}), (["a"], {"skip": "1"}), ([], {}), (["a", "b", "c", "seed=1"], {})]
+    + [(words, {"check": "out", **flags}) for words, flags in ((["seed=1"], {}), ([], {"skip": "1"}))],
+)
+def test_a_pack_that_has_no_target_or_two_commands_in_one_is_refused(
+    words: list[str], flags: dict[str, str], packing: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match=r"^pack: expected TARGET and .* alone; `lockstep pack --help`$"):
+        command.pack(words, **flags)
+    assert "words" not in packing
+
+
+def test_a_check_reads_the_packed_folder_alone_and_says_that_it_is_whole(
+    target: Path, packing: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(target.parent)
+    command.pack([], check="target", decode_size=None, skip=None)
+    assert packing["activity"] == "checking"
+    assert capsys.readouterr().out == "target is complete: every file matches its sha256\n"
