@@ -340,8 +340,8 @@ def test_an_evaluation_takes_data_root_and_keys_below_the_data_and_leaves_out_th
     words = ["data_root=there", "dataset.limit=3", "seed=1", "output_root=there", "task=multilabel"]
     monkeypatch.setattr(sys, "argv", ["lockstep", "evaluate", "RUN", *words])
     assert arguments().overrides == words[:2]
-    taken = "settings of data and ranks alone"
-    sentence = f"lockstep evaluate trains nothing, so it takes {taken}; ignored: {' '.join(words[2:])}\n"
+    settings = "settings of data and ranks alone"
+    sentence = f"lockstep evaluate trains nothing, so it takes {settings}; ignored: {' '.join(words[2:])}\n"
     assert capsys.readouterr().err == sentence
 
 
