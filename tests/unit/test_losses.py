@@ -16,7 +16,8 @@ from torchvision.ops import sigmoid_focal_loss
 
 from helpers import train_here
 from lockstep.core.errors import InputError
-from lockstep.losses import BCE, CrossEntropy, Focal, MaskedLoss
+from lockstep.losses import BCE, MSE, CrossEntropy, Focal, Huber, MaskedLoss, check_losses, probabilities_of
+from lockstep.tasks import Multiclass, Multilabel, Regression
 
 pytestmark = pytest.mark.numerics
 
@@ -206,3 +207,77 @@ def test_a_target_that_is_the_threshold_becomes_0_as_in_timm() -> None:
     loss = BCE(threshold=0.25).build(3, LABELS)
     theirs = BinaryCrossEntropy(0.0, 0.25)
     close(loss(LOGITS[:2, :3], shares).mean(), theirs(LOGITS[:2, :3], shares))
+
+
+OF_VALUES: dict[str, Any] = {"mse": MSE(), "huber": Huber(delta=0.5)}
+OF_CLASSES = LOSSES | {"threshold": BCE(threshold=0.2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [*OF_CLASSES, *OF_VALUES])
+def test_a_loss_has_the_type_of_its_logits_whatever_its_targets_have(name: str, dtype: torch.dtype) -> None:
+    loss = {**OF_CLASSES, **OF_VALUES}[name].build(CLASSES, LABELS)
+    for targets in (SHARES, SHARES.float()) if name in OF_VALUES else (LABELS, SHARES, SHARES.float()):
+        losses = loss(LOGITS.to(dtype), targets)
+        assert (losses.dtype, losses.shape) == (dtype, (8,))
+
+
+def test_broken_images_have_no_part_in_balanced_weights() -> None:
+    labels = torch.tensor([0, -100, 1, 1, -100, 1])
+    weights = CrossEntropy(balanced=True).weights(3, labels)
+    assert weights is not None
+    assert weights[:2].tolist() == pytest.approx([4 / (2 * 1), 4 / (2 * 3)])
+    assert weights.dtype == torch.float32
+
+
+def test_of_a_loss_without_class_weights_all_classes_weigh_the_same() -> None:
+    for loss in (CrossEntropy(), Focal(), BCE(), MSE(), Huber()):
+        assert loss.weights(CLASSES, LABELS) is None
+    chosen = CrossEntropy(class_weights=[1.0, 0.5]).weights(2, LABELS)
+    assert chosen is not None
+    assert chosen.tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("tolerates", [False, True])
+def test_labels_of_a_loss_are_left_alone_where_no_image_may_be_broken(tolerates: bool) -> None:
+    class Seen(nn.Module):
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            seen.append(targets)
+            return logits[:, 0]
+
+    seen: list[Tensor] = []
+    masked = MaskedLoss(Seen(), tolerates_broken=tolerates)
+    labels, shares = torch.tensor([3, -100]), torch.tensor([[0.5, torch.nan], [-1.0, 2.0]])
+    for targets in (labels, shares):
+        masked(torch.zeros(2, 2), targets)
+    expected = ([3, 0], [[0.5, 0.0], [-1.0, 2.0]]) if tolerates else (labels.tolist(), shares.tolist())
+    assert str([targets.tolist() for targets in seen]) == str([*expected])
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_of_fewer_losses_those_of_broken_images_are_zero(number: int) -> None:
+    masked, losses = MaskedLoss(nn.Identity(), tolerates_broken=True), torch.ones(3)
+    labels = torch.tensor([-100, 1, -100, 2])
+    values = torch.tensor([[torch.nan, 0.0], [1.0, 1.0], [0.0, torch.nan], [2.0, 2.0]])
+    for targets in (labels, values):
+        assert masked.counted(losses[:number], targets).tolist() == [0.0, 1.0, 0.0][:number]
+
+
+def test_the_task_says_what_probabilities_are_before_the_loss_does() -> None:
+    for task, loss, expected in (
+        (Multiclass(), CrossEntropy(), "softmax"),
+        (Multiclass(), BCE(), "sigmoid"),
+        (Multilabel(), CrossEntropy(), "sigmoid"),
+        (Regression(), BCE(), "values"),
+    ):
+        assert probabilities_of(task, loss) == expected
+
+
+def test_a_loss_of_another_shape_is_named_with_what_was_expected() -> None:
+    check_losses("it", torch.zeros(4), 4)
+    for losses, shape in ((torch.zeros(()), r"\(\)"), (torch.zeros(3), r"\(3,\)"), (torch.zeros(4, 1), r"\(4, 1\)")):
+        sentence = (
+            rf"^it gives a tensor of shape {shape} for 4 examples, expected \(4,\), a number for each; .*=\"none\"$"
+        )
+        with pytest.raises(InputError, match=sentence):
+            check_losses("it", losses, 4)

@@ -92,3 +92,20 @@ def test_a_program_with_the_newer_number_formats_has_them_again_after_a_call(num
             with guest():
                 precision.configure()
             assert [part.fp32_precision for part in NUMBER_FORMATS] == before
+
+
+def test_a_format_is_accepted_where_the_device_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    for precision in (FP32(), FP64(), BF16(), BF16Pure()):
+        precision.check("cpu")
+    for precision in (FP32(), FP64(), TF32(), FP16()):
+        precision.check("cuda")
+    with pytest.raises(InputError, match=r"^precision=bf16 is not supported by this GPU; use precision=fp16 or"):
+        BF16Pure().check("cuda")
+
+
+def test_sums_are_wider_than_products_but_for_float64() -> None:
+    wide = {FP64: torch.float64, **dict.fromkeys((FP32, TF32, BF16, BF16Pure, FP16), torch.float32)}
+    assert {precision: precision.sums for precision in wide} == wide
+    assert [precision for precision in wide if precision.needs_loss_scaler] == [FP16]
+    assert [precision for precision in wide if precision.matmul == "high"] == [TF32]

@@ -496,3 +496,87 @@ def test_a_probability_on_the_border_of_two_intervals_is_in_the_lower_one() -> N
     scores = Scores({"it": metrics.Calibration(bins=2)}, 2, (), World.solo())
     scores.update(block(logits, torch.tensor([0, 1])))
     assert scores.compute()["it"] == pytest.approx((0.5 + 0.9) / 2), "in one interval it would be 0.2"
+
+
+OF_TARGETS = {
+    ("classes",): ("accuracy", "calibration", "kappa", "matthews"),
+    ("classes", "labels"): ("precision", "recall", "f1", "auroc", "average_precision", "map"),
+    ("labels",): ("subset_accuracy",),
+    ("values",): ("mae", "rmse", "r2"),
+}
+
+
+@pytest.mark.parametrize("targets", OF_TARGETS, ids=str)
+def test_a_metric_is_for_these_targets(targets: tuple[str, ...]) -> None:
+    (built_ones,) = [built(f"metric=[{','.join(OF_TARGETS[targets])}]").metric]
+    assert {name: metric.targets for name, metric in built_ones.items()} == dict.fromkeys(
+        OF_TARGETS[targets], targets
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("MAE", reference.mean_absolute_error),
+        ("RMSE", reference.root_mean_squared_error),
+        ("R2", reference.r2_score),
+    ],
+)
+def test_a_score_of_values_is_their_mean_or_has_one_for_each(name: str, theirs: Callable[..., Any]) -> None:
+    targets = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    outputs = targets + torch.tensor([0.1, 0.5, 2.0]) * torch.randn(9, 3, dtype=torch.float64)
+    for average, outputs_of in (("macro", "uniform_average"), ("none", "raw_values")):
+        score = getattr(metrics, name)(average=average).build(3)
+        for part in (slice(4), slice(4, None)):
+            score.update(outputs[part].float(), targets[part].float())
+        expected_score = theirs(targets.float().double(), outputs.float().double(), multioutput=outputs_of)
+        np.testing.assert_allclose(score.compute(), expected_score, rtol=1e-12)
+        assert score.compute().shape == (() if average == "macro" else (3,))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_score_of_values_that_are_not_finite_has_no_value(value: float) -> None:
+    score = metrics.MAE().build(1)
+    score.update(torch.tensor([[1.0], [value]]), torch.tensor([[1.0], [1.0]]))
+    assert math.isnan(score.compute())
+    score.reset()
+    score.update(torch.tensor([[1.0]]), torch.tensor([[3.0]]))
+    assert score.compute() == 2, "nothing of the evaluation before"
+
+
+@pytest.mark.parametrize("number", [3, 20, 21])
+def test_a_kappa_names_up_to_twenty_classes(number: int) -> None:
+    names = [f"class{label}" for label in range(number)]
+    (note,) = metrics.Kappa(weights="linear").notes(names)
+    listed = ",".join(names[:20]) + (",..." if number > 20 else "")
+    assert f"metric.kappa.order=[{listed}]; if theirs is another one" in note
+    with pytest.raises(InputError, match=re.escape(f"expected each class once: [{listed}]")):
+        metrics.Kappa(weights="linear", order=["class0"]).notes(names)
+
+
+def test_a_kappa_without_names_takes_the_labels_in_their_order() -> None:
+    for weights in ("none", "linear", "quadratic"):
+        score = metrics.Kappa(weights=weights).build(CLASSES)
+        score.update(log_odds(LOGITS, "softmax"), LABELS)
+        theirs = reference.cohen_kappa_score(LABELS, PREDICTED, weights=None if weights == "none" else weights)
+        assert score.compute() == pytest.approx(theirs)
+
+
+def test_a_metric_with_another_number_of_scores_is_answered_with_the_number_of_classes() -> None:
+    score = SimpleNamespace(compute=lambda: torch.ones(4))
+    scores = Scores({"it": SimpleNamespace(build_for=lambda targets, names: score)}, 3, (), World.solo())
+    with pytest.raises(InputError, match=r"shape \(4,\), expected one number, or one for each of the 3 classes$"):
+        scores.compute()
+
+
+def test_scores_are_reset_by_themselves_and_are_none_without_metrics() -> None:
+    scores = Scores({"f1": metrics.F1()}, CLASSES, (), World.solo())
+    scores.update(block(LOGITS[:50], LABELS[:50]))
+    scores.compute()
+    scores.update(block(LOGITS[50:], LABELS[50:]))
+    theirs = reference.f1_score(LABELS[50:], PREDICTED[50:], average="macro")
+    assert scores.compute() == {"f1": pytest.approx(theirs, rel=1e-6)}
+    empty = Scores({}, CLASSES, (), World.solo())
+    empty.update(block(LOGITS, LABELS))
+    empty.update_without()
+    assert empty.compute() == {}

@@ -1,5 +1,6 @@
 """The tasks: their scores, distillation from a trained network, and tasks of one's own."""
 
+import hashlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import MSE, Huber, MaskedLoss
 from lockstep.scores import EvaluationBlock, Scores
-from lockstep.tasks import Distill, Multiclass, Multilabel
+from lockstep.tasks import Distill, Multiclass, Multilabel, Regression
 from lockstep.training.resolved_job import card_of
 from thread_ranks import ThreadRanks
 
@@ -225,3 +226,35 @@ def test_the_five_first_classes_are_those_of_a_plain_ranking_or_all(classes: int
     right = [sum(place < most for place in places) for most in (1, 5)]
     assert Multiclass().counts(predicted, labels).tolist() == right
     assert (right[1] == 60) == (classes <= 5)
+
+
+def test_a_teacher_is_known_by_the_first_16_letters_of_its_hash(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"weights")
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert Distill(teacher=str(tmp_path / "weights")).identity() == {"teacher": digest[:16]}
+
+
+def test_a_stage_with_fewer_outputs_learns_from_the_teacher_of_their_images(teacher: RunDir) -> None:
+    job = resolved(*JOB, "task=distill", f"task.teacher={teacher.path}", "task.temperature=2", "task.share=0.25")
+    task = job.task.ready(card_of(job), torch.device("cpu"))
+    pixels, targets = torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+    outputs = torch.randn(6, 3)
+    loss = MaskedLoss(job.loss.build(3, targets), tolerates_broken=False)
+
+    def losses_of(number: int) -> tuple[Tensor, Tensor]:
+        logged = dict[str, Tensor]()
+        batch = Batch(pixels, targets, lambda images: outputs[:number], loss, logged.__setitem__)
+        losses, own = task.losses(batch)
+        assert torch.equal(own, outputs[:number])
+        return losses, logged["distill/kl"]
+
+    whole, fewer = losses_of(6), losses_of(4)
+    for all_six, first_four in zip(whole, fewer, strict=True):
+        torch.testing.assert_close(first_four, all_six[:4])
+    hard = F.cross_entropy(outputs, targets, reduction="none")
+    torch.testing.assert_close(whole[0], 0.75 * hard + 0.25 * 4 * whole[1])
+
+
+def test_values_are_their_own_prediction() -> None:
+    outputs = torch.randn(4, 2)
+    assert Regression().predict(outputs) is outputs
