@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,8 @@ import lockstep
 from lockstep import api
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import Lock
 from lockstep.optim import SGD
 from lockstep.runtime import signals
 from lockstep.training.objects import DatasetObject
@@ -193,3 +197,116 @@ def test_a_damaged_run_is_an_error_whatever_the_others_are(rows: Any, monkeypatc
         lockstep.runs("a")
     with pytest.raises(InputError, match=r"^it, too$"):
         lockstep.compare("a", "b")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a command continues."""
+
+    words: tuple[Any, ...] = ()
+    objects: Any = None
+    callbacks: Any = None
+
+
+@pytest.mark.parametrize("starts_ranks", [True, False])
+@pytest.mark.parametrize("objective", [0.0, None])
+def test_a_training_gives_what_the_folder_of_its_run_has(
+    starts_ranks: bool, objective: float | None, guests: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.at(tmp_path / "runs" / "one")
+    run.write_summary(status="completed", best_step=2)
+    lines = [{"step": 1, "loss/train": 2.5}, {"step": 2, "loss/train": 1.5, "loss/val": None, "acc/val_top1": 50.0}]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    passed: list[Any] = []
+
+    @contextmanager
+    def context(name: str, entered: Any) -> Iterator[Any]:
+        passed.append(name)
+        yield entered
+        passed.append(f"end of {name}")
+
+    def create_run(resume: Decided, lock: Lock) -> Any:
+        passed.append((resume, type(lock)))
+        return context("folder", run), SimpleNamespace(launcher=SimpleNamespace(starts_ranks=starts_ranks))
+
+    def start_job(run_dir: RunDir, job: Any, named: Any) -> float | None:
+        passed.append((run_dir, named))
+        return objective
+
+    invocation = SimpleNamespace(folder=tmp_path / "new" / "run")
+    monkeypatch.setattr(
+        "lockstep.config.composition.invoked", lambda words: nullcontext(({"words": words}, invocation))
+    )
+    monkeypatch.setattr("lockstep.job.resume.decide_resume", lambda *arguments: Decided(arguments))
+    monkeypatch.setattr("lockstep.job.prepare.create_run", create_run)
+    monkeypatch.setattr("lockstep.job.worker.start_job", start_job)
+    monkeypatch.setattr("lockstep.job.validate.named_objects", lambda job, callbacks: {"named": callbacks})
+    monkeypatch.setattr("lockstep.runtime.guest.sleeping_soon", lambda: context("sleep", None))
+    monkeypatch.setattr(api, "sleep_soon", lambda: passed.append("soon"))
+    callbacks = [lockstep.Callback()]
+    result = lockstep.train(["seed=1"], callbacks=callbacks)
+    values = {"words": ["seed=1"]}
+    assert passed[:2] == ["soon", (Decided((values, invocation), {}, callbacks), Lock)]
+    sleeps = [] if starts_ranks else ["sleep"]
+    ended = [f"end of {name}" for name in (*sleeps, "folder")]
+    assert passed[2:] == ["folder", *sleeps, (run, {"named": callbacks}), *ended]
+    assert (result.folder, result.weights, result.objective) == (run.path, run.weights, objective)
+    assert (result.summary["status"], result.summary["best_step"]) == ("completed", 2)
+    assert result.metrics == [lines[0], {"step": 2, "loss/train": 1.5, "acc/val_top1": 50.0}]
+    assert not (tmp_path / "new").exists(), "the run is elsewhere, so the folder that was made for it goes"
+
+
+def test_a_result_is_shown_with_its_monitor_score_step_folder_and_weights() -> None:
+    facts: Any = {"folder": Path("a/b"), "metrics": [], "weights": Path("a/b/w.safetensors")}
+    result = api.Result(objective=97.12345, summary={"monitor": "top1", "best_step": 7}, **facts)
+    assert repr(result) == "Result: top1 97.12 at step 7\n  folder   a/b\n  weights  a/b/w.safetensors"
+    bare = api.Result(objective=None, summary={}, **facts)
+    assert repr(bare).splitlines()[0] == "Result: objective no score at step None"
+
+
+def test_the_rows_of_a_program_have_their_folder_and_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_runs(root: Path, **options: Any) -> tuple[list[Any], None, list[str]]:
+        questions.append((root, options))
+        return [{"name": "a", "score": None}], None, []
+
+    def compare_runs(paths: list[str], **options: Any) -> tuple[None, list[Any], list[str], None]:
+        questions.append((paths, options))
+        return None, [{"key": "lr", "difference": 0.5}], [], None
+
+    questions: list[Any] = []
+    monkeypatch.setattr("lockstep.records.runs.existing", lambda text: Path("root", text))
+    monkeypatch.setattr("lockstep.report.runs.list_runs", list_runs)
+    monkeypatch.setattr("lockstep.report.runs.without_status", lambda row: {**row, "bare": True})
+    monkeypatch.setattr("lockstep.report.compare.compare_runs", compare_runs)
+    rows = lockstep.runs(Path("a"), sort="lr", filters=["lr>1"], columns=["lr"])
+    assert (rows, rows.folder) == ([{"name": "a", "score": None, "bare": True}], Path("root/a"))
+    lockstep.runs()
+    compared = lockstep.compare(Path("a"), "b", by=["lr"], sort="score", columns=["kwh"])
+    assert (compared, compared.folder) == ([{"key": "lr", "difference": 0.5}], None)
+    lockstep.compare("a")
+    assert questions == [
+        (Path("root/a"), {"sort": "lr", "filters": ["lr>1"], "columns": ["lr"]}),
+        (Path("root/outputs"), {"sort": "when", "filters": (), "columns": ()}),
+        (["a", "b"], {"by": ["lr"], "sort": "score", "columns": ["kwh"]}),
+        (["a"], {"by": (), "sort": None, "columns": ()}),
+    ]
+
+
+def test_the_page_of_rows_has_names_scores_and_states_first_and_of_equal_columns_those_alone() -> None:
+    rows = lockstep.Rows([{"lr": 1, "state": "done", "name": "a"}, {"lr": True, "state": "done", "name": "b"}])
+    assert re.findall("<td>(.*?)</td>", rows._repr_html_())[:3] == ["name", "state", "lr"]
+    assert lockstep.Rows()._repr_html_().count("<td>") == 0
+
+
+def test_a_call_in_the_only_rank_of_a_launcher_is_no_call_of_several(
+    guests: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_trained", lambda *arguments: "trained")
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert lockstep.train() == "trained"  # type: ignore[comparison-overlap]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        InputError, match=r"one of 3 ranks, and each would train alone; start the script once and giv"
+    ):
+        lockstep.train()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import inspect
 import os
 import pickle
 import subprocess
@@ -18,6 +20,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep.cli import callbacks, run, sweep, train
+from lockstep.cli import main as command
+from lockstep.cli.arguments import parsers
 from lockstep.config.hydra_policy import TRUSTED
 from lockstep.config.hydra_versions import trusting
 from lockstep.config.schema import CONF
@@ -27,6 +31,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock
 from lockstep.launcher import Elastic, Slurm
 from lockstep.records.ledger import Identity, Ledger
+from lockstep.runtime import signals
 from lockstep.runtime.pickled import unpacked
 from lockstep.runtime.program import JobError
 from lockstep.sweeps.pool_launcher import WrongJob
@@ -431,3 +436,106 @@ def test_the_report_of_a_sweep_with_jobs_is_written_when_it_is_due(
     ended.on_run_end(OmegaConf.create(node))
     ended.on_multirun_end(OmegaConf.create(node))
     assert submitted == [([replaced],), ([replaced], tmp_path)]
+
+
+def test_an_agent_of_a_run_that_is_there_goes_on_in_its_folder_which_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_agent(launcher: Elastic, command: list[str]) -> None:
+        forgiven.append(os.environ[RUN_FOLDER])
+        if len(forgiven) == 1:
+            raise Stopped("stopped")
+
+    forgiven: Calls = []
+    own = RunDir.at(tmp_path / "runs" / "mine")
+    monkeypatch.setattr(Elastic, "run_agent", run_agent)
+    monkeypatch.setattr(Elastic, "is_host", True)
+    monkeypatch.setattr(run, "forgive_output", lambda: forgiven.append("forgiven"))
+    monkeypatch.setenv(RUN_FOLDER, "of another")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    job = SimpleNamespace(launcher=Elastic(nodes=2), output_root=str(tmp_path / "runs"), name="mine")
+    monkeypatch.setattr(run, "prepare", lambda resume: job)
+    resume: Any = SimpleNamespace(invocation=SimpleNamespace(sweep=False), folder=own.path, values={})
+    with pytest.raises(Stopped):
+        run._run_agent(resume)
+    assert run._run_agent(resume) is None, "its summary has no score"
+    monkeypatch.setattr(Elastic, "is_host", False)
+    assert run._run_agent(resume) is None
+    assert forgiven == [str(own.path)] * 2 + ["forgiven", str(own.path), "forgiven"]
+    assert [*(tmp_path / "runs").iterdir()] == [own.path]
+
+
+def test_the_lines_of_a_script_are_shown_as_they_are_however_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "#SBATCH --array=[0-3] [bold]\n" + "x y " * 100 + "\n:smile: 'a' 17"
+    monkeypatch.setattr("lockstep.job.slurm.preview", lambda submissions, folder: script)
+    waiting: Any = [SimpleNamespace(launcher=Slurm(dry_run=True))]
+    callbacks.submit_all(waiting)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        line.rstrip() for line in script.splitlines()
+    ]
+
+
+def test_a_submitted_job_that_is_no_part_of_a_sweep_has_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lockstep.job.slurm.submit", lambda submissions, folder: [("17", tmp_path / "alone")])
+    callbacks.submit_all([SimpleNamespace(launcher=Slurm())])  # type: ignore[list-item]
+    assert capsys.readouterr().out == f"submitted job 17 of SLURM: {tmp_path}/alone\n"
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_job_that_is_told_to_run_here_is_led_by_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "create_run", lambda resume, lock: (nullcontext("folder"), (resume, lock)))
+    monkeypatch.setattr(run, "start_job", lambda run_dir, job: (run_dir, job))
+    lock, resume = Lock(), SimpleNamespace(job=SimpleNamespace(launcher=SimpleNamespace(submits=False)))
+    vars(resume).update(has_several_machines=False, folder=None, invocation=SimpleNamespace(sweep=False))
+    assert run.run_job(resume, lock) == ("folder", (resume, lock))  # type: ignore[arg-type, comparison-overlap]
+
+
+OF_LINES = {
+    "new mine": ("lockstep.cli.new", "new", {"project": "mine"}),
+    "watch runs --port 1": ("lockstep.report.watch", "watch", {"path": "runs", "port": 1}),
+    "demo run": ("lockstep.inference.demo", "demo", {"path": "run", "device": None, "port": 8000}),
+    "report run": ("lockstep.report.report", "report", {"path": "run", "bundle": False}),
+    "lr-find seed=1 --steps 3": (
+        "lockstep.diagnostics.lr_find",
+        "lr_find",
+        {"overrides": ["seed=1"], "steps": 3, "low": 1e-6, "high": 10.0, "out": None, "form": "table"},
+    ),
+}
+
+
+@pytest.mark.parametrize("line", OF_LINES)
+def test_a_command_is_the_function_of_its_name_with_the_arguments_of_its_line(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def command_line(**options: Any) -> Iterator[None]:
+        done.append(options)
+        yield
+
+    module, name, values = OF_LINES[line]
+    done: Calls = []
+    monkeypatch.setattr(train.program, "command_line", command_line)
+    monkeypatch.setattr(command, "configure_native_threads", lambda: done.append("threads"))
+    monkeypatch.setattr(command, "check_installed", lambda *words, **extra: done.append((words, extra)))
+    monkeypatch.setattr(f"{module}.{name}", lambda **arguments: done.append(arguments))
+    monkeypatch.setattr(sys, "argv", ["lockstep", *line.split()])
+    command.run_command()
+    word = line.split()[0]
+    needed = [(("uvicorn", f"lockstep {word}"), {"extra": "demo"})] * (word in ("demo", "watch"))
+    threads = ["threads"] * (word != "new")
+    assert done == [{"stopped": signals.STOPPED}, *needed, *threads, values]
+
+
+def test_every_command_has_a_function_that_takes_its_arguments() -> None:
+    parser, commands = parsers()
+    assert {*commands} == {"train", *command.COMMANDS}
+    needed = {"predict": ["a.png"], "compare": [], "pack": [], "runs": [], "watch": []}
+    for word, package in command.COMMANDS.items():
+        name = word.replace("-", "_")
+        function = vars(importlib.import_module(f"lockstep.{package}.{name}"))[name]
+        values = vars(parser.parse_args([word, *["a"] * (word not in ("clean", "doctor")), *needed.get(word, [])]))
+        inspect.signature(function).bind(**{key: values[key] for key in values if key not in ("command", "rest")})
