@@ -341,3 +341,77 @@ def test_hydra_13_makes_no_object_of_a_setting_and_leaves_the_references_of_our_
     theirs: Any = OmegaConf.create({"hydra": {"launcher": "x", "sweeper": {"_target_": "x.Y", "params": params}}})
     guard_plugins(theirs)
     assert plain(theirs.hydra.sweeper) == {"_target_": "x.Y", "params": params, "_recursive_": False}
+
+
+OF_HYDRA = ("hydra.x=1", "+hydra.x=1", "~hydra.x", "hydra/launcher=basic", "x@hydra=y", "x@hydra.job=y")
+NOT_OF_HYDRA = ("seed=1", "name=hydra", "model.hydra=1", "~model", "x@model=y", "my/hydra=x")
+
+
+def test_a_word_is_of_hydra_by_its_key_or_by_its_package() -> None:
+    words = dict.fromkeys(OF_HYDRA, True) | dict.fromkeys(NOT_OF_HYDRA, False)
+    assert {word: hydra_policy.is_of_hydra(word) for word in words} == words
+
+
+FREE: dict[str, Any] = {
+    "mode": "RUN",
+    "help": {"header": "x"},
+    "hydra_help": {"template": "x"},
+    "sweeper": {"params": {"seed": "1,2"}},
+}
+
+
+@pytest.mark.parametrize("key", FREE)
+def test_a_file_may_say_these_to_hydra(key: str, tmp_path: Path) -> None:
+    settings = sent(tmp_path, {"hydra": {key: FREE[key]}})[key]
+    if isinstance(FREE[key], dict):
+        settings = OmegaConf.to_container(settings, resolve=False)
+        assert {**settings, **FREE[key]} == settings
+    else:
+        assert settings.name == FREE[key]
+
+
+PLACES: dict[tuple[str, str], bool] = {
+    ("run.dir", "."): True,
+    ("run.dir", "${output_root}"): True,
+    ("run.dir", "${output_root}/x"): True,
+    ("run.dir", "x/${now:%Y-%m}_${stamp_hex:}/${hydra:job.num}"): True,
+    ("run.dir", "${output_root}x"): False,
+    ("run.dir", "x${output_root}"): False,
+    ("run.dir", "${output_root}/../x"): False,
+    ("sweep.dir", "${output_root}/x-${stamp_hex:}"): True,
+    ("sweep.dir", "${output_root}/${output_root}"): False,
+    ("sweep.subdir", "a/${hydra:job.num}"): True,
+    ("sweep.subdir", "${output_root}/x"): False,
+    ("sweep.subdir", "/x"): False,
+}
+
+
+@pytest.mark.parametrize(("key", "folder"), PLACES)
+def test_a_file_names_a_folder_inside_by_these_references_alone(key: str, folder: str, tmp_path: Path) -> None:
+    block, _, name = key.partition(".")
+    content = {"hydra": {block: {name: folder}}}
+    if PLACES[key, folder]:
+        settings = OmegaConf.to_container(sent(tmp_path, content), resolve=False)
+        assert settings[block][name] == folder  # type: ignore[index, call-overload]
+    else:
+        with pytest.raises(InputError, match=rf"^hydra\.{key} is .*, expected a folder below .*=FOLDER$"):
+            sent(tmp_path, content)
+
+
+def test_a_file_of_others_moves_the_runs_only_where_the_line_agrees(tmp_path: Path) -> None:
+    assert sent(tmp_path, {"output_root": "runs/mine"}).job.chdir is False
+    for root in ("/elsewhere", "../elsewhere"):
+        with pytest.raises(InputError, match=rf"^output_root is '{root}' in a config file or in the run"):
+            sent(tmp_path, {"output_root": root})
+        sent(tmp_path, {"output_root": root}, f"output_root={root}")
+        sent(tmp_path, {"output_root": root}, "output_root=/elsewhere/too")
+
+
+def test_what_a_file_may_not_say_is_refused_with_all_that_it_may(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^hydra\.verbose is True in a config file, which may set only ") as refused:
+        sent(tmp_path, {"hydra": {"verbose": True}})
+    listed = str(refused.value).partition("may set only ")[2].partition(", so that")[0].split(", ")
+    assert listed == [
+        *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"),
+        *("hydra.sweeper.params", "hydra.mode", "hydra.searchpath", "hydra.help", "hydra.hydra_help"),
+    ]

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 import lockstep
 from helpers import ROOT, built
-from lockstep.config import command_line, commands, extensions, help_page, options, suggest
+from lockstep.config import command_line, commands, composition, extensions, help_page, options, suggest
 from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command, typed_strategy
-from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides
+from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides, jobs_of, without_replaced
 from lockstep.config.extensions import Extension
-from lockstep.config.hydra_versions import initialize_config_dir
+from lockstep.config.hydra_versions import IS_13, initialize_config_dir
 from lockstep.config.recipes import ChosenFiles, words_for_hydra
 from lockstep.config.schema import GLOBAL, GROUPS
 from lockstep.core.errors import InputError
@@ -603,3 +603,211 @@ def test_an_extension_is_imported_with_our_threads_in_a_process_of_our_own_alone
     assert extension.conf is None
     (extension.folder / "conf").touch()
     assert extension.conf is None, "a file is no folder of configs"
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "are_foreign"),
+    [
+        (ConfigFiles(), (), False),
+        (ConfigFiles(name="mine"), ("--config-name=mine",), False),
+        (ConfigFiles(folder="/conf"), ("--config-dir=/conf",), True),
+        (ConfigFiles(searchpath=("hydra.searchpath=[/more]",)), ("hydra.searchpath=[/more]",), True),
+    ],
+)
+def test_files_of_a_command_are_foreign_if_a_folder_of_them_is_named(
+    files: ConfigFiles, words: tuple[str, ...], are_foreign: bool
+) -> None:
+    assert (files.words, files.are_foreign) == (words, are_foreign)
+
+
+def test_a_command_is_the_program_its_files_and_its_overrides_quoted_for_a_shell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commands, "_WORDS", ["python", "mine.py"])
+    files = ConfigFiles(name="other", folder="/my conf")
+    own = Invocation(overrides=("seed=1", "name=a b"), sweep=False, folder=None, hydra="", configs=files)
+    assert own.command == "python mine.py --config-name=other '--config-dir=/my conf' seed=1 'name=a b'"
+
+
+def test_the_files_of_a_command_are_those_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [("hydra", "pkg://hydra.conf"), ("main", "file:///ours"), ("command-line", "file:///a b/conf")]
+    of_line = [SimpleNamespace(provider=provider, path=path) for provider, path in sources]
+    words = ["hydra.job.name=x", "+hydra.searchpath=[/more]", "hydra.searchpath_of_mine=1"]
+    hydra = SimpleNamespace(
+        runtime=SimpleNamespace(config_sources=of_line),
+        job=SimpleNamespace(config_name="mine"),
+        overrides=SimpleNamespace(hydra=words),
+    )
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
+    assert ConfigFiles.current() == ConfigFiles(name="mine", folder="/a b/conf", searchpath=(words[1],))
+    hydra.runtime.config_sources = of_line[:2]
+    assert ConfigFiles.current().folder == ""
+
+
+def test_a_job_of_a_sweep_has_its_folder_in_the_sweeps_and_the_words_of_the_whole_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=1,2", "train.eval_batch=${batch}"])
+    words = ["name=test", "hydra.mode=MULTIRUN", "hydra.sweep.dir=swept", "hydra.sweep.subdir=000", "seed=1"]
+    with initialize_config_dir(str(ROOT / "conf")):
+        config = compose("config", overrides=words, return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        current = Invocation.current()
+        moved = compose("config", overrides=[*words, "hydra.run.dir=x"], return_hydra_config=True)
+        HydraConfig.instance().set_config(moved)
+        with pytest.raises(InputError, match=r"^hydra\.run\.dir=x has no effect with -m; name a folder with"):
+            Invocation.current()
+    assert (current.sweep, current.folder) == (True, tmp_path / "swept" / "000")
+    assert current.overrides == ("name=test", "seed=1")
+    assert current.own_words == ("-m", "seed=1,2")
+    assert "hydra:\n" in current.hydra
+
+
+REFERENCES = {
+    "train.eval_batch=${batch}": ["train.eval_batch=32"],
+    "++seed=${batch}": ["++seed=32"],
+    "data_root='a ${name}'": ["data_root=a test"],
+    "cost={usd_per_gpu_hour: ${batch}}": ["cost.usd_per_gpu_hour=32.0"],
+    "optimizer.betas=[0.5,${train.mix_switch}]": ["optimizer.betas=[0.5, 0.5]"],
+    "notes=${hydra:runtime.choices.model}": ["notes=linear"],
+    "notes='1${batch}'": ['notes="132"'],
+}
+
+
+@pytest.mark.parametrize("word", REFERENCES)
+def test_a_reference_of_a_line_has_its_value_in_the_words_of_the_job(word: str) -> None:
+    job = invoked("batch=32", "model=linear", word)
+    assert [*job.overrides] == ["name=test", "batch=32", "model=linear", *REFERENCES[word]]
+    assert job.own_words == ("name=test", "batch=32", "model=linear")
+
+
+def test_words_without_a_reference_and_removals_stay_as_they_are() -> None:
+    words = ("batch=32", "~optimizer.weight_decay", "notes='a=b'", "+model={of_mine: 1}", "metric=[f1]")
+    assert invoked(*words).overrides == ("name=test", *words)
+
+
+SENTENCES = {
+    ("hydra.run.dir=x", True): "hydra.run.dir=x has no effect with -m; name a folder with hydra.sweep.dir=FOLDER",
+    ("+hydra.run.x=y", True): "+hydra.run.x=y has no effect with -m; name a folder with hydra.sweep.dir=FOLDER",
+    (
+        "hydra.sweep.dir=x",
+        False,
+    ): "hydra.sweep.dir=x has no effect without -m; name a folder with hydra.run.dir=FOLDER",
+    ("hydra/launcher=ray", False): "hydra/launcher=ray has no effect without -m; add -m, or remove it",
+    ("~hydra.sweeper.x", False): "~hydra.sweeper.x has no effect without -m; add -m, or remove it",
+    ("hydra.launchers=1", False): "",
+    ("hydra.runs=1", True): "",
+    ("hydra.job.num=1", False): "",
+}
+
+
+@pytest.mark.parametrize(("word", "sweep"), SENTENCES)
+def test_a_word_without_an_effect_is_refused_behind_others_that_have_one(word: str, sweep: bool) -> None:
+    words = ["hydra.verbose=true", word, "hydra.job.name=x"]
+    if SENTENCES[word, sweep]:
+        with pytest.raises(InputError, match=f"^{re.escape(SENTENCES[word, sweep])}$"):
+            check_hydra_overrides(words, sweep=sweep)
+    else:
+        check_hydra_overrides(words, sweep=sweep)
+
+
+def test_an_interval_is_its_two_ends_in_a_search_and_refused_in_other_sweeps() -> None:
+    words = ["seed=1,2", "optimizer.lr=interval(0.1,0.5)", "model=linear"]
+    assert jobs_of(words, searches=True) == [
+        [f"seed={seed}", f"optimizer.lr={rate}", "model=linear"] for seed in (1, 2) for rate in (0.1, 0.5)
+    ]
+    with pytest.raises(InputError, match=r"^optimizer\.lr=interval\(0\.1,0\.5\) is an interval, .*; use hydra/swee"):
+        jobs_of(words)
+    assert jobs_of([]) == [[]]
+
+
+@pytest.mark.skipif(IS_13, reason="Hydra 1.3 has no word that adds to a list")
+@pytest.mark.filterwarnings("ignore:extend_list")
+def test_all_words_that_add_to_a_list_count_in_each_job() -> None:
+    words = ["tags=[x]", "tags=extend_list(a)", "seed=1,2", "tags=extend_list(b)"]
+    assert jobs_of(words) == [[*words[:2], f"seed={seed}", words[3]] for seed in (1, 2)]
+
+
+def test_of_earlier_words_those_go_whose_option_or_key_is_chosen_anew() -> None:
+    earlier = [
+        "model=linear",
+        "model.width=3",
+        "++optimizer.lr=1",
+        "seed=1",
+        "train.ema=0.5",
+        "metric.f1.average=none",
+    ]
+    gone = {
+        "model=basicnet": ["model=linear"],
+        "+optimizer.lr=2": ["++optimizer.lr=1"],
+        "model.width=4": ["model.width=3"],
+        "metric.f1.average=micro": ["metric.f1.average=none"],
+        "seed=2": [],
+        "train.ema=0.6": [],
+        "model={width: 3}": [],
+        "~model": [],
+        "tags=extend_list(a)": [],
+    }
+    for word, replaced in gone.items():
+        assert without_replaced(earlier, [word]) == [text for text in earlier if text not in replaced], word
+    assert without_replaced(["model={width: 1}"], ["model=linear"]) == ["model={width: 1}"], "several keys"
+
+
+def test_a_job_is_no_sweep_and_its_config_has_no_reference_that_was_escaped() -> None:
+    with pytest.raises(
+        InputError, match=r"^hydra\.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lock"
+    ):
+        composition.composed(["name=x", "hydra.mode=MULTIRUN"])
+    plain = composition.composed(["name=x", "train.sizes={0: 16, 2: [8,16]}", "tags=[a]"])
+    assert plain["train"]["sizes"] == {"0": 16, "2": [8, 16]}
+    assert "hydra" not in plain
+    with pytest.raises(
+        InputError, match=r"^data_root has \$\{ in its value, which a config reads as a reference; rem"
+    ):
+        composition.composed(["name=x", r"data_root='\${seed}'"])
+
+
+@pytest.mark.parametrize(
+    ("word", "typed"),
+    [
+        ("model.width=3", "++model.width=3"),
+        ("metric.f1.average=micro", "++metric.f1.average=micro"),
+        *((word, word) for word in ("train.ema=0.5", "seed=1", "model=linear", "+model.width=3", "~model.width")),
+    ],
+)
+def test_keys_of_options_that_only_a_run_names_are_added_in_a_resume_alone(word: str, typed: str) -> None:
+    assert composition.typed_words(["resume=not-there", word]) == ["resume=not-there", typed]
+    assert composition.typed_words(["+resume=not-there", word])[1] == typed
+    assert composition.typed_words(["seed=2", word]) == ["seed=2", word]
+
+
+def test_an_override_begins_as_no_path_does() -> None:
+    overrides = ("a=b", "a.b=c", "++a=", "~a=b", "hydra/launcher=x", "+hydra/x=y", "a@b=c", "a_1=", "1=2")
+    assert [word for word in overrides if not commands.OVERRIDE.match(word)] == []
+    paths = ("./a=b", "/a=b", "a/b=c", "a-b=c", "a b=c", "=a", "a", "", "~", "../a=b", "*.a=b", "hydra/a/b=c")
+    assert [word for word in paths if commands.OVERRIDE.match(word)] == []
+
+
+def test_the_runs_that_latest_was_take_the_place_of_the_word() -> None:
+    words = ["+init_from=latest", "seed=1", "task.teacher=latest"]
+    assert commands.with_starts(words, {"init_from": "a b"}) == ["seed=1", "task.teacher=latest", "init_from=a b"]
+    starts = {"task.teacher": "a,b", "init_from": "c"}
+    assert commands.with_starts(words, starts) == ["seed=1", 'task.teacher="a,b"', "init_from=c"]
+    assert commands.with_starts(words, {}) == words
+
+
+@pytest.mark.parametrize("key", ["strategy.", "hydra.run.", "launcher"])
+def test_keys_that_are_not_used_are_left_out_wherever_they_stand_and_others_that_begin_alike_are_not(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside = {
+        "strategy.": "strategy.sync_batchnorm=true",
+        "hydra.run.": "hydra.run.dir=x",
+        "launcher": "launcher=spawn",
+    }
+    alike = ["strategy=ddp", "hydra.job.name=x", "launcher.ranks=2"]
+    words = [alike[0], f"++{inside[key]}" * (key != "launcher") or inside[key], *alike[1:]]
+    used = composition.without_keys(words, {key}, "it draws")
+    assert used == alike
+    assert capsys.readouterr().err == f"it draws; ignored: {words[1]}\n"

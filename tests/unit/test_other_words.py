@@ -2,6 +2,7 @@
 
 import functools
 import shlex
+from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
@@ -11,7 +12,7 @@ from helpers import composed
 from lockstep.config import command_line, components, messages
 from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
 from lockstep.config.schema import GROUPS
-from lockstep.config.suggest import OFF, suggest_for_path, suggest_option, suggest_override
+from lockstep.config.suggest import OFF, suggest_for_path, suggest_key, suggest_option, suggest_override
 from lockstep.core.errors import InputError
 
 # A value of the other program for a word whose override takes no number.
@@ -163,3 +164,196 @@ def test_a_word_without_a_counterpart_has_a_sentence() -> None:
     with pytest.raises(HydraException) as caught:
         composed(f"{word}=3")
     assert f"{word}: there is no such key in the config. Here " in str(messages.translate(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "proposal"),
+    [
+        ("mixup", None, "train.mixup=VALUE"),
+        ("mixup", "0.2", "train.mixup=0.2"),
+        ("keep-best", "2", "checkpoint.keep_best=2"),
+        ("Epochs", "3", "epochs=3"),
+        ("usd_per_gpu_hour", "2", "cost.usd_per_gpu_hour=2"),
+        ("optimizer", "sgd", "optimizer=sgd"),
+        ("optimizer", None, ""),
+        ("train", "3", ""),
+        ("my.mixup", "0.2", ""),
+        ("my.lr", "0.2", "optimizer.lr=0.2"),
+        ("lr", "[1,2", "'optimizer.lr=\"[1,2\"'"),
+        ("name", "a b", "'name=a b'"),
+        ("device", "cpu", "device=cpu"),
+        ("accelerator", "tpu", ""),
+        ("amp", "FALSE", ""),
+        ("amp", None, "precision=bf16"),
+        ("amp", "true", "precision=bf16"),
+        ("devices", "-1", "launcher.ranks=auto"),
+        ("devices", "4", "launcher.ranks=4"),
+        ("nnodes", "-1", "launcher=elastic launcher.nodes=-1"),
+        ("swa_start", None, "train.swa_from=VALUEep"),
+        ("pretrained", "true", "model=resnet50d model.pretrained=true"),
+    ],
+)
+def test_a_word_is_proposed_with_its_place_and_its_value(name: str, value: str | None, proposal: str) -> None:
+    assert suggest_override(name, value) == proposal
+
+
+@pytest.mark.parametrize(
+    ("line", "proposal"),
+    [
+        ("model=resnet18", "model.pretrained=true"),
+        ("seed=1 model=torchvision.resnet18", "model.pretrained=true"),
+        ("model=linear", "model=resnet50d model.pretrained=true"),
+        ("seed=1", "model=resnet50d model.pretrained=true"),
+    ],
+)
+def test_pretrained_weights_are_those_of_the_model_of_the_line(
+    line: str, proposal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
+    assert suggest_override("pretrained", "true") == proposal
+
+
+def test_an_option_is_proposed_by_its_own_name_or_that_of_another_program() -> None:
+    options = {("optimizer", "sgd"): "optimizer=sgd", ("optimizer", "LAMB"): "optimizer=timm optimizer.opt=lamb"}
+    options |= {
+        ("device", "cuda"): "device=cuda",
+        ("device", "auto"): "device=auto",
+        ("device", "GPU"): "device=cuda",
+    }
+    options |= {("device", "tpu"): "", ("model", "resnet18"): "model=resnet18", ("loss", "sgd"): ""}
+    options |= {
+        ("precision", "amp"): "precision=bf16",
+        ("device", "amp"): "",
+        ("schedule", "None"): "schedule=constant",
+    }
+    assert {names: suggest_option(*names) for names in options} == options
+
+
+NAMES_OF_JOB = [
+    *("epochs", "batch", "name", "train.mixup", "train.eval_every", "optimizer.lr", "optimizer.betas"),
+    *("optimizer._target_", "telemetry.interval", "a.size_of", "b.size_of", "c.size_of", "d.size_of", "mine"),
+]
+MEANT: dict[tuple[str, str | None], str] = {
+    ("trian.mixup", "0.2"): " Did you mean train.mixup=0.2?",
+    ("trian.mixpu", None): " Did you mean 'train.mixup'?",
+    ("foo.eval_every", "3"): " Did you mean train.eval_every=3?",
+    ("train.interval", None): " Did you mean 'telemetry.interval'?",
+    ("eval_evry", None): " Did you mean 'train.eval_every'?",
+    ("epoch", "3"): " Did you mean epochs=3?",
+    ("optimizer.bets", None): " Did you mean 'optimizer.betas'?",
+    ("optimizer.zzz", None): " optimizer has lr, betas.",
+    ("train.batch_size", "8"): " Did you mean batch=8 (batch counts the images of all devices)?",
+    ("train.learning_rate", "8"): " Did you mean optimizer.lr=8?",
+    ("zzz", "8"): "",
+    ("zzz.yyy", "8"): "",
+    ("foo.size_of", "8"): " Did you mean a.size_of=8 or b.size_of=8 or c.size_of=8?",
+    ("size_of", None): " Did you mean 'a.size_of' or 'b.size_of' or 'c.size_of'?",
+    ("dataset.size", "8"): " dataset=fake has size: add dataset=fake, or remove it.",
+    ("schedule.gamma", "8"): " schedule=exponential, plateau, step has gamma: choose one of them, or remove it.",
+    (
+        "train.shuffle",
+        "8",
+    ): " Here training images are in a new random order in each epoch, which depends on seed and "
+    "epoch alone; evaluation keeps the order of the split.",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), MEANT)
+def test_the_key_that_was_probably_meant_is_in_its_block_or_its_name_is(key: str, value: str | None) -> None:
+    assert suggest_key(key, value, NAMES_OF_JOB) == MEANT[key, value]
+
+
+def test_a_key_of_hydra_is_looked_for_among_hydras_and_no_others() -> None:
+    names = ["hydra.job.name", "job.name", "names"]
+    assert messages._no_such_key("hydra.job.nam", names).endswith(" Did you mean 'hydra.job.name'?")
+    assert messages._no_such_key("job.nam", names).endswith(" Did you mean 'job.name'?")
+    sentence = "job/name: there is no such key; keys are written with dots: job.name=None"
+    assert messages._no_such_key("job/name", names) == sentence
+
+
+@pytest.mark.parametrize(
+    ("group", "word"),
+    [
+        *(("dataset", "plain"), ("dataset", "a\0b"), ("dataset", "a" * 5000), ("", "a" * 5000), ("", "nothing.csv")),
+        *(("loss", "w.pt"), ("model", "no/such"), ("", "no/such"), ("model", "there"), ("", "file.txt")),
+    ],
+)
+def test_a_word_that_is_no_path_of_data_or_weights_has_no_proposal(
+    group: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file.txt").touch()
+    assert suggest_for_path(group, word) == ""
+
+
+def test_a_folder_of_the_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "photos").mkdir()
+    for group in ("", "dataset"):
+        proposal = suggest_for_path(group, "~/photos")
+        assert "dataset=folder" in proposal
+        assert "~/photos" in proposal
+    assert "dataset=webdataset dataset.path=no" in suggest_for_path("dataset", "no/shard.tar")
+
+
+@pytest.mark.parametrize("length", [199, 200, 201])
+def test_the_reason_of_a_config_that_cannot_be_composed_is_one_line_of_at_most_200_letters(length: int) -> None:
+    text = str(messages.unreadable(ValueError("x" * length)))
+    shown_reason = "x" * length if length <= 200 else f"{'x' * 197}..."
+    assert text.startswith(f"the config cannot be composed (ValueError: {shown_reason}); look at the values")
+    assert text.endswith("HYDRA_FULL_ERROR=1 shows where")
+    assert "(KeyError: 'a b')" in str(messages.unreadable(KeyError("a b")))
+    assert "(ValueError: a b)" in str(messages.unreadable(ValueError("a\n  b")))
+    assert "(TypeError: no reason given)" in str(messages.unreadable(TypeError()))
+
+
+GROUP_WORDS = {
+    "logger=null": "'logger=null': a config group takes a list of names of its options: logger=[]",
+    "+model=3": "'+model=3': a config group takes the name of one of its options: model=basicnet",
+    "experiment={a: 1}": "'experiment={a: 1}': a config group takes the name of one of its options: experiment=",
+    "model=linear": "a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18",
+    "logger=[]": "a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18",
+}
+
+
+@pytest.mark.parametrize("word", GROUP_WORDS)
+def test_a_group_without_a_name_is_the_first_such_word_of_the_line(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=null", word])
+    error = messages.translate_before_job(ValueError("Config group override deletion requires ..."))
+    assert str(error).startswith(GROUP_WORDS[word])
+    monkeypatch.setattr("sys.argv", ["train.py", word, "loss=null"])
+    expected = "'loss=null'" if "such as" in GROUP_WORDS[word] else GROUP_WORDS[word]
+    assert str(messages.translate_before_job(ValueError("Config group override"))).startswith(expected)
+
+
+def test_a_file_that_cannot_be_written_before_a_job_is_named_with_the_keys_of_folders() -> None:
+    error = messages.translate_before_job(PermissionError(13, "Permission denied", "/there/x"))
+    assert str(error) == (
+        "/there/x cannot be written (Permission denied); name another folder with output_root=FOLDER, or with "
+        "hydra.run.dir=FOLDER"
+    )
+
+
+FOUND_NOTHING = {
+    ("model/zzzzzz", ()): "model=zzzzzz: there is no model of that name. It is one of basicnet, digitnet, linear, ",
+    ("logger/zzzzzz.yaml", ()): "logger=zzzzzz: there is no logger of that name. It is one of jsonl, mlflow, tensor",
+    ("loss/focl", ("focal", "bce")): "loss=focl: there is no loss of that name. Did you mean 'focal'?",
+    ("optimizer/lion", ()): "optimizer=lion: there is no optimizer of that name. Did you mean optimizer=timm opti",
+    ("mine/zzz", ("a", "b")): "mine=zzz: there is no mine of that name. It is one of a, b.",
+    ("mine/zzz", ()): "mine=zzz: there is no mine of that name. `lockstep train --help` shows the groups.",
+    ("nope", ()): "there is no config named 'nope'; remove --config-name for the default one",
+}
+
+
+@pytest.mark.parametrize(("path", "options"), FOUND_NOTHING)
+def test_an_option_that_is_not_there_is_named_with_those_that_are(
+    path: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lockstep.config.commands._WORDS", ["lockstep", "train"])
+    sentence = messages._no_such_file(path, [*options])
+    assert sentence.startswith(FOUND_NOTHING[path, options])
+    assert sentence.endswith(", or a model of timm or torchvision.") == path.startswith("model/")

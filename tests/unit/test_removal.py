@@ -17,7 +17,7 @@ from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.state import optimizer_state
 from lockstep.cli import clean as cleaning
 from lockstep.cli.clean import clean
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run import State, candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock
@@ -281,3 +281,54 @@ def test_a_run_of_a_later_version_keeps_its_checkpoints(run: RunDir, capsys: pyt
     assert "all of its checkpoints stay" in capsys.readouterr().out
     with closing(Lock()) as lock:
         lock.take(run.lock)  # it was released
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_what_all_would_free_has_nothing_of_the_best_run_of_a_sweep(
+    is_best: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Ledger, "best", "a" if is_best else "b")
+    monkeypatch.setattr(cleaning, "_runs", lambda folders: [RunDir(tmp_path / "a")])
+    monkeypatch.setattr(cleaning, "_clean_run", lambda run, keep, *, everything, yes: plan("s1", size=5, more=3000))
+    clean(["x"], keep=1, everything=False, yes=False)
+    assert ("--all frees 3 kB more" in capsys.readouterr().out) is not is_best
+
+
+def test_the_size_of_what_goes_stands_in_a_column_before_its_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"a": 5, "b": 12_345_678}
+    monkeypatch.setattr(cleaning, "_runs", lambda folders: [RunDir(Path(name)) for name in sizes])
+    plans = {name: plan("s1", size=size) for name, size in sizes.items()}
+    monkeypatch.setattr(cleaning, "_clean_run", lambda run, *_, **__: plans[str(run.path)])
+    clean(["x"], keep=1, everything=False, yes=True)
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.index("a: s1") == second.index("b: s1") == 11
+    assert second.startswith("    12 MB  b")
+    assert last == "removed 2 checkpoints of 2 runs, 12 MB"
+
+
+def test_why_a_run_keeps_all_is_said_without_the_remedy_of_a_resume(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(Lock()) as lock:
+        lock.take(run.lock)
+        cleaned(run)
+    (line, last) = capsys.readouterr().out.splitlines()
+    assert ";" not in line
+    assert line.endswith(": all of its checkpoints stay")
+    assert last == "there is nothing to remove"
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_storage_error_of_its_folder(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cleaning, "remove", refuse)
+    with pytest.raises(StorageError, match=rf"^{run.checkpoints} cannot be written \(Permission denied\)$"):
+        cleaned(run)
+    with closing(Lock()) as lock:
+        lock.take(run.lock)  # it was released
+    assert steps(run) == [8, 6, 4, 2]

@@ -12,7 +12,7 @@ import pytest
 from helpers import composed
 from lockstep.config import components, options
 from lockstep.config.options import classes_of, option
-from lockstep.config.roles import fields_with, identity_of, role_of
+from lockstep.config.roles import fields_with, identity_of, is_sample, role_of, values_with
 from lockstep.config.schema import BLOCKS, FIELDS, GROUPS, MANY, Job
 from lockstep.core.fields import Role, declared_role, leaves, ranged, with_role
 from lockstep.core.run_dir import RunDir
@@ -178,3 +178,25 @@ def test_a_key_of_a_named_component_of_a_users_has_the_role_that_its_class_says(
 def test_of_hydras_own_keys_the_sweeper_alone_makes_another_sweep() -> None:
     keys = ("hydra/sweeper", "hydra/launcher", "hydra/job_logging", "hydra.job.name", "hydra.launcher.jobs")
     assert [key for key in keys if role_of(key) is not Role.shared] == ["hydra/sweeper"]
+
+
+def test_the_values_of_a_config_are_those_of_any_of_the_roles_that_are_named() -> None:
+    config = composed("seed=3", "cost.usd_per_gpu_hour=2", "optimizer.lr=0.5")
+    assert values_with(config, Role.sample)["seed"] == 3
+    both = values_with(config, Role.sample, Role.limit)
+    assert both.items() >= {"seed": 3, "cost.usd_per_gpu_hour": 2, "budget.hours": None}.items()
+    assert not {"optimizer.lr", "name", "epochs"} & both.keys()
+    assert "optimizer.lr" in values_with(config, Role.schedule)
+    assert values_with(config) == {}
+
+
+def test_seeds_and_folds_alone_are_samples_of_one_setting() -> None:
+    samples = {
+        "seed": True,
+        "dataset.fold": True,
+        "epochs": False,
+        "optimizer.lr": False,
+        "name": False,
+        "zzz": False,
+    }
+    assert {key: is_sample(key) for key in samples} == samples

@@ -1,12 +1,14 @@
 """Training at another size than the evaluation (Touvron et al. 2019, FixRes)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lockstep
 from helpers import FAKE, losses, photos_of_two_classes, resolved, train_here, weights
+from lockstep.config.schema import TrainBlock
 from lockstep.core.errors import InputError
 from lockstep.job.validate import check_job
 
@@ -93,3 +95,17 @@ def test_a_job_says_the_shapes_of_its_training_images(words: tuple[str, ...], sh
     assert job.train_shapes == shapes
     assert job.train_shape == shapes[-1]
     assert job.dataset.image_shape == (1, 8, 8)
+
+
+def test_the_largest_shape_of_training_has_the_most_pixels_wherever_it_stands() -> None:
+    job = resolved("dataset=digits", "dataset.input_size=12", "train.sizes={0: [5,5], 2: [10,2], 3: [2,4]}")
+    assert (job.train_shapes, job.train_shape) == ([(1, 5, 5), (1, 10, 2), (1, 2, 4)], (1, 5, 5))
+    job = resolved("dataset=digits", "dataset.input_size=[4,6]", "train.sizes={0: [2,2], 2: [4,6]}")
+    assert job.train_shape == (1, 4, 6)
+
+
+def test_a_job_averages_its_weights_in_one_of_two_ways_and_counts_its_passes() -> None:
+    blocks = (TrainBlock(), TrainBlock(ema=0.9), TrainBlock(swa_from="50%"))
+    assert [block.averages for block in blocks] == [False, True, True]
+    passes: dict[Any, int] = {1: 1, 4: 4, "8": 8, "auto": 1}
+    assert {number: TrainBlock(micro_batches=number).passes for number in passes} == passes
