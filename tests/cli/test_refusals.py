@@ -80,6 +80,15 @@ sweep.objectives=seconds -> sweep.objectives is 'seconds', expected a list: swee
 launcher.backend=mpi -> launcher.backend is 'mpi', expected one of auto, nccl, gloo: launcher.backend=auto
 train=3 -> train is 3, expected keys below it: train.KEY=VALUE
 optimizer.lr -> 'optimizer.lr' cannot be read, expected KEY=VALUE
+telemetry.gpu=maybe -> telemetry.gpu is 'maybe', expected true or false: telemetry.gpu=true
+checkpoint.keep=x -> checkpoint.keep is 'x', expected a whole number: checkpoint.keep=10
+checkpoint.keep=3.0 -> checkpoint.keep is not written as a whole number: checkpoint.keep=3
+optimizer.weight_decay=x -> optimizer.weight_decay is 'x', expected a number: optimizer.weight_decay=0.1
+name=${dataset} -> name refers to all keys of dataset, expected a text; the name of the option is name=${hydra:runti
+name=${oc.env:HOME} -> name asks for ${oc.env:...}, which is not allowed; write name=VALUE
+name=[a] -> name is '['a']', expected a text: name=TEXT
+tags=a -> tags is 'a', expected a list: tags=[a]
+init_from -> init_from has no value, expected init_from=latest
 epochs=[1 -> 'epochs=[1' cannot be read, expected KEY=VALUE
 seed=1,2 -> seed=1,2 names several values; lockstep.sweep(["seed=1,2"]) runs a sweep over them
 notes=lr,again -> notes=lr,again names several values; a text with a comma has quotes: 'notes="lr,again"'

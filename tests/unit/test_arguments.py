@@ -12,10 +12,11 @@ from lockstep.api import compose
 from lockstep.cli.arguments import ONE_PROCESS, arguments, parsers
 from lockstep.config.commands import OF_RUN
 from lockstep.config.composition import without_keys
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, LockstepError, StorageError
 from lockstep.diagnostics.ladder import OF_RUNGS
 from lockstep.diagnostics.lr_find import OF_TEST, lr_find
 from lockstep.diagnostics.prove import OF_RUNS
+from lockstep.inference.export import LARGEST_SHARE, TOLERANCE
 from lockstep.job.resume import refuse_resume
 
 # A command that trained a run, with a key of each kind that says where and how.
@@ -251,6 +252,15 @@ WRONG = {
     "prove --ranks": "--ranks has no value: --ranks N,N",
     "pack a b --size": "--size has no value: --size 256",
     "demo run --port x": "--port is 'x', expected a whole number: --port 8000",
+    "runs --json --csv": (
+        "runs: argument --csv: not allowed with argument --json; `lockstep runs --help` shows the arguments"
+    ),
+    "prove --steps": "--steps has no value: --steps 20",
+    "show --images 1.5": "--images is '1.5', expected a whole number: --images 6",
+    "export run --to x": "--to is 'x', expected onnx or torch or timm: --to onnx",
+    "export run --format": "--to has no value: --to onnx",
+    "new": "expected PROJECT: lockstep new PROJECT",
+    "export": "expected RUN: lockstep export RUN",
 }
 
 
@@ -353,3 +363,17 @@ def test_what_a_command_without_a_job_ignores_is_said_also_of_an_output_root_tha
     assert not {"epochs=3", "output_root=there"} & {*map(str, vars(arguments()).values())}
     sentence = f"lockstep {line.split()[0]} trains nothing, so it takes no settings"
     assert capsys.readouterr().err == f"{sentence}; ignored: epochs=3 output_root=there\n"
+
+
+def numbers_in(command: str, pattern: str) -> list[float]:
+    return [float(number) for number in re.findall(pattern, parsers()[1][command].description or "")]
+
+
+def test_the_descriptions_of_commands_have_the_numbers_that_the_commands_have() -> None:
+    assert numbers_in("export", r"\de-\d") == [TOLERANCE, LARGEST_SHARE]
+    code = r"exit code is (\d+)|, (\d+) if"
+    codes = {"pack": [InputError, StorageError], "predict": [InputError], "runs": [InputError]}
+    codes |= {"doctor": [InputError], "prove": [None, LockstepError, InputError]}
+    for command, errors in codes.items():
+        numbers = [int("".join(pair)) for pair in re.findall(code, parsers()[1][command].description or "")]
+        assert numbers == [0 if error is None else error.exit_code for error in errors], command

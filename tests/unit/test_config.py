@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
+from hydra.errors import HydraException, OverrideParseException
 from torch import nn
 
 from helpers import ROOT, chosen, composed
@@ -572,3 +573,99 @@ def test_a_key_and_the_value_behind_a_space_are_proposed_in_the_words_that_hydra
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     assert messages._joined(words[-1] if words[0].endswith("=") else words[0]) == proposal
     assert all(messages.parsed(word) is not None for word in shlex.split(proposal))
+
+
+AMBIGUOUS = {
+    "metric=f1,auroc": "{} runs a sweep over them, and where a list is expected, it is written 'metric=[f1,auroc]'",
+    "seed=1,2": "{} runs a sweep over them, and where a list is expected, it is written 'seed=[1,2]'",
+    "model=linear,basicnet": "{} runs a sweep over them",
+    "experiment=a,b": "{} runs a sweep over them",
+    'name=a "b",c': 'a text with a comma has quotes: \'name="a \\"b\\",c"\'',
+}
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("word", AMBIGUOUS)
+def test_a_word_with_several_values_is_a_sweep_a_list_or_a_text_with_a_comma(
+    word: str, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.config.commands._WORDS", ["python", "mine.py"])
+    monkeypatch.setattr(messages, "is_own_process", lambda: is_own)
+    error = messages.translate(HydraException(f"Ambiguous value for argument '{word}'\n1. To use it as a list, ..."))
+    way = f"`{shlex.join(['python', 'mine.py', '-m', word])}`" if is_own else f'lockstep.sweep(["{word}"])'
+    assert str(error) == f"{word} names several values; {AMBIGUOUS[word].format(way)}"
+
+
+def test_what_hydra_proposes_that_leads_nowhere_is_left_out() -> None:
+    for hint in ("To append to your config use +a=1", "Or add a second + to override"):
+        assert (
+            str(messages.translate(HydraException(f"Could not  override 'a'.\n{hint}"))) == "Could not override 'a'."
+        )
+    gone = messages.translate(HydraException("Could not delete from config. The value of 'a' is 1 and not 'b=2'."))
+    assert str(gone) == "b=2 has no such value that could go; remove ~b=2"
+    swept = HydraException("Sweeping over Hydra's configuration is not supported : 'hydra.sweeper.params.seed=1,2'")
+    assert str(messages.translate(swept)) == "the values of a sweep are words of its line: -m seed=1,2"
+
+
+def test_a_lack_of_memory_is_told_as_one_and_a_full_disk_without_a_name_as_a_file() -> None:
+    lacking = messages.translate(MemoryError())
+    assert str(lacking).startswith("out of memory")
+    assert not isinstance(lacking, InputError)
+    assert str(messages.translate(OSError(errno.ENOSPC, "full"))).startswith("a file cannot be written (full); free")
+
+
+A_SWEEP = "is a flag, expected KEY=VALUE; a sweep is lockstep.sweep([...]), or lockstep train -m"
+READ_AS = {
+    "-m": f"'-m' {A_SWEEP}",
+    "--multirun": f"'--multirun' {A_SWEEP}",
+    "--cfg": "'--cfg' is a flag, expected KEY=VALUE",
+    "resume": "resume has no value, expected resume=latest",
+    "init_from": "init_from has no value, expected init_from=latest",
+    "epochs": "epochs has no value, expected epochs=VALUE",
+    "a b": "'a b' cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or accents needs quotes",
+    "a=[": "'a=[' cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or accents needs quotes",
+}
+
+
+@pytest.mark.parametrize("word", READ_AS)
+def test_a_word_that_cannot_be_read_is_answered_by_what_it_looks_like(
+    word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=1", word])
+    error = messages.translate(OverrideParseException(override=word, message="odd"))
+    assert type(error) is InputError
+    assert str(error).startswith(READ_AS[word])
+    assert len(str(error)) > len(READ_AS[word]) or "needs quotes" not in READ_AS[word]
+    assert str(error) == READ_AS[word] or "needs quotes" in READ_AS[word]
+
+
+def test_a_model_of_a_library_is_known_by_its_name_there_with_or_without_a_tag() -> None:
+    models = {
+        "resnet50d": ("timm", "resnet50d"),
+        "resnet50d.ra2_in1k": ("timm", "resnet50d.ra2_in1k"),
+        "torchvision.resnet50": ("torchvision", "resnet50"),
+        "torchvision.resnet50.IMAGENET1K_V2": ("torchvision", "resnet50.IMAGENET1K_V2"),
+    }
+    models |= dict.fromkeys(("torchvision", "torchvision.", "torchvision.resnet50d", "timm.resnet50d", "zzz"))
+    assert {name: options.model_of(name) for name in models} == models
+    tags = options.tagged_names("torchvision.resnet50")
+    assert tags == [f"torchvision.resnet50.IMAGENET1K_V{number}" for number in (1, 2)]
+    assert options.tagged_names("resnet50d")[0] == min(options.tagged_names("resnet50d"))
+    assert options.tagged_names("zzz") == options.tagged_names("torchvision.zzz") == []
+
+
+def test_the_first_option_that_has_a_key_says_its_default() -> None:
+    first = yaml.safe_load((CONF / "schedule" / "exponential.yaml").read_text())["gamma"]
+    assert options.usual("schedule", "gamma") == options.default_of_key("schedule.gamma") == first
+    assert options.options_with("schedule", "gamma") == ["exponential", "plateau", "step"]
+    assert options.options_with("schedule", "zzz") == options.options_with("zzz", "gamma") == []
+    assert options.usual("zzz", "gamma") is None
+
+
+def test_the_package_of_a_group_lacks_other_names_as_a_module_does() -> None:
+    models = importlib.import_module("lockstep.models")
+    with pytest.raises(AttributeError, match=r"^module 'lockstep\.models' has no attribute 'Nothing'$"):
+        _ = models.Nothing
+    assert dir(models) == sorted(dir(models))
+    assert {"Linear", "__name__"} <= {*dir(models)}

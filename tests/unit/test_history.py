@@ -211,3 +211,19 @@ def test_a_ledger_of_before_is_read_in_silence(renamed: list[str], folder: Path)
         replace_in(folder, "train.ema", "train.average")
         assert (ledger.identity().words, [record.overrides for record in ledger.records()]) == words
     assert renamed == []
+def test_a_component_is_built_from_the_old_names_of_its_keys(renamed: list[str]) -> None:
+    built = components.build("optimizer", {"_target_": "lockstep.optim.AdamW", "rate": 0.5})
+    assert built == AdamW(lr=0.5)
+    assert renamed == [], "a note is for a line"
+    assert present_words(["optimizer.rate=8"], say=False) == ["optimizer.lr=8"]
+    assert renamed == []
+
+
+def test_a_stored_component_has_its_own_values_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    field = AdamW.__dataclass_fields__["lr"]
+    changed: Any = with_history(dataclasses.field(), before=0.125)
+    monkeypatch.setattr(field, "metadata", {**field.metadata, **changed.metadata})
+    node = {"_target_": "lockstep.optim.AdamW"}
+    assert components.build_stored("optimizer", node).lr == 0.125
+    assert components.build_stored("optimizer", {**node, "lr": 0.5}).lr == 0.5
+    assert components.build("optimizer", node) == AdamW()

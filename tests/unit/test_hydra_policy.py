@@ -1,8 +1,9 @@
 """Hydra runs code that a config names in a few known places, and only after our policy has checked the config."""
 
 import copy
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from helpers import ROOT
 from lockstep.config import hydra_policy, hydra_versions, messages
 from lockstep.config.commands import check_word
+from lockstep.config.extensions import Extension
 from lockstep.config.hydra_versions import guard_plugins, initialize_config_dir
 from lockstep.core.errors import InputError
 from lockstep.core.fields import nested
@@ -415,3 +417,58 @@ def test_what_a_file_may_not_say_is_refused_with_all_that_it_may(tmp_path: Path)
         *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"),
         *("hydra.sweeper.params", "hydra.mode", "hydra.searchpath", "hydra.help", "hydra.hydra_help"),
     ]
+
+
+def test_a_choice_of_a_users_group_is_recorded_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf" / "debug").mkdir(parents=True)
+    for name, steps in (("fast", 3), ("slow", 30)):
+        (tmp_path / "conf" / "debug" / f"{name}.yaml").write_text(f"# @package _global_\nsteps: {steps}\n")
+    monkeypatch.setitem(sys.modules, "groups_of_mine", ModuleType("groups_of_mine"))
+    mine = Extension("groups_of_mine", "it", tmp_path)
+    monkeypatch.setattr("lockstep.config.extensions.active", lambda: (mine,))
+    of_hydra = "hydra.job.num=7"
+    with initialize_config_dir(str(ROOT / "conf")):
+        one = compose("config", [of_hydra, "seed=1", "debug=fast"], return_hydra_config=True)
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("config", [of_hydra, "name=test", "debug=fast,slow"], RunMode.MULTIRUN)
+        jobs = [loader.load_sweep_config(master, ["debug=slow", f"seed={seed}"]) for seed in (1, 2)]
+    assert one.steps == 3
+    assert (one.hydra.overrides.hydra, one.hydra.overrides.task) == ([of_hydra], ["seed=1", "debug=fast"])
+    for seed, job in enumerate(jobs, start=1):
+        assert (job.steps, job.seed) == (30, seed)
+        assert job.hydra.overrides.task == ["debug=slow", f"seed={seed}"]
+        assert job.hydra.overrides.hydra == [of_hydra]
+
+
+SOURCES = {
+    ("main", "pkg://x"): False,
+    ("command-line", "pkg://x"): False,
+    ("command-line", "structured://"): False,
+    ("hydra.searchpath", "PKG://x"): False,
+    ("hydra.searchpath in main", "pkg://x"): False,
+    ("extension mine", "pkg://x"): False,
+    ("main", "file:///x"): True,
+    ("command-line", "/x/y"): True,
+    ("hydra.searchpath", "x"): True,
+    ("hydra", "pkg://hydra.conf"): True,
+    ("optuna", "pkg://optuna.conf"): True,
+    ("schema", "structured://"): True,
+}
+
+
+@pytest.mark.parametrize(("provider", "path"), SOURCES)
+def test_a_source_of_the_users_is_a_folder_and_a_plugins_may_be_a_package(provider: str, path: str) -> None:
+    if SOURCES[provider, path]:
+        hydra_policy._check_source(provider, path)
+    else:
+        with pytest.raises(InputError, match=rf"^the search path for configs has '{path}', which would import code;"):
+            hydra_policy._check_source(provider, path)
+
+
+@pytest.mark.parametrize("text", ["ext://x", "cfg://x", "${dataset}", "a_target_b"])
+@pytest.mark.parametrize("group", [*hydra_policy.LOG_CONFIGS, "callbacks"])
+def test_a_text_that_logging_would_look_up_is_code(group: str, text: str) -> None:
+    with pytest.raises(InputError, match=rf"^hydra\.{group}\.x\.y is .*, which names code"):
+        composed(f"+hydra.{group}.x.y='{text}'")

@@ -811,3 +811,60 @@ def test_keys_that_are_not_used_are_left_out_wherever_they_stand_and_others_that
     used = composition.without_keys(words, {key}, "it draws")
     assert used == alike
     assert capsys.readouterr().err == f"it draws; ignored: {words[1]}\n"
+
+
+PATHS = ("resume", "init_from", "task.teacher", "data_root", "output_root", "dataset.path")
+PATHS += ("hydra.run.dir", "hydra.sweep.dir")
+
+
+def test_the_paths_of_these_keys_alone_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b").mkdir()
+    for key in (*PATHS, "name", "notes", "dataset.root", "model.path", "hydra.job.name"):
+        assert quoted_path(f"{key}=a,b") == (f'{key}="a,b"' if key in PATHS else f"{key}=a,b"), key
+        assert quoted_path(f"+{key}=a,b") == f"+{key}=a,b"
+
+
+FLAGS = {
+    "--cfg": "--cfg has no value: --cfg job",
+    "--cfg x": "--cfg is 'x', expected job or hydra or all: --cfg job",
+    "-c": "--cfg has no value: --cfg job",
+    "--experimental-rerun x": "--experimental-rerun: 'x' may have a pickle or settings of Hydra that run code; conti",
+}
+
+
+@pytest.mark.parametrize("line", FLAGS)
+def test_flags_of_hydra_are_answered_by_their_long_names(line: str) -> None:
+    with pytest.raises(InputError) as refused:
+        checked("seed=1", *line.split())
+    assert str(refused.value).startswith(FLAGS[line])
+
+
+def test_the_help_of_an_option_is_that_of_its_own_group(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "_WORDS", ["python", "mine.py"])
+    for word in ("model=../optimizer/sgd", "optimizer/sgd=x", "model=", "loss=resnet50d", "seed=1", "seed"):
+        help_page.show_help([word])
+        out = capsys.readouterr().out
+        assert "its keys" not in out, word
+        assert "python mine.py strategy=ddp" in out
+    help_page.show_help(["seed=1", "model=torchvision.resnet18", "experiment=photos"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "model=torchvision.resnet18, its keys as model.KEY=VALUE:"
+    assert [line for line in lines if line.startswith("experiment=photos sets:")]
+    assert lines[-1] == "`python mine.py --help` shows all options and keys."
+    assert not {"seed=1", GLOBAL} & {*lines}
+
+
+def test_completions_have_the_words_of_the_line_for_models_with_tags_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {"train.py +model=resnet50.a1_": ["+model=resnet50.a1_in1k"], "train.py loss=resnet50.a1_": None}
+    lines |= {"train.py model=torchvision.resnet18": None, "train.py model=resnet50": None}
+    lines |= {"train.py model=torchvision.resnet18.": ["model=torchvision.resnet18.IMAGENET1K_V1"]}
+    for line, completions in lines.items():
+        monkeypatch.setenv("COMP_LINE", line)
+        assert command_line.answered(["-sc", "query=bash"]) == (completions is not None)
+        assert capsys.readouterr().out.split() == (completions or [])
+        assert not command_line.answered(["-sc"]), "no shell asks"

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from helpers import ROOT, composed, forked, train_here
 from lockstep.config import components, composition
+from lockstep.config.commands import latest_starts
 from lockstep.config.composition import Invocation
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError
@@ -122,3 +123,18 @@ def test_all_jobs_of_a_sweep_start_from_the_run_that_a_recipe_names() -> None:
         ledger = choose_folder(config)
     assert [*config.hydra.overrides.task][-1] == f"init_from={base}"
     assert ledger.identity().latest == base
+def test_the_newest_run_is_below_an_output_root_of_the_home_and_a_kept_one_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    started(str(tmp_path / "mine"), "one")
+    newest = str(Path("mine", "one"))
+    values = {"init_from": "latest", "task": {"teacher": "latest"}, "output_root": "~/mine"}
+    assert latest_starts(values) == {"init_from": newest, "task.teacher": newest}
+    earlier = {"init_from": "a", "task": {"teacher": "b"}}
+    assert latest_starts(values, earlier) == {"init_from": "a", "task.teacher": "b"}
+    assert latest_starts(values, {"init_from": "a"}) == {"init_from": newest, "task.teacher": newest}
+    assert latest_starts({**values, "init_from": "there"}) == {"task.teacher": newest}
+    assert latest_starts({**values, "init_from": None, "task": {}}, earlier) == {}
+    with pytest.raises(InputError, match=r"^task\.teacher=latest: no run has been started in empty yet"):
+        latest_starts({"init_from": "x", "task": {"teacher": "latest"}, "output_root": "empty"})

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from lockstep.cli import callbacks, run, sweep, train
 from lockstep.cli import main as command
 from lockstep.cli.arguments import parsers
+from lockstep.config.commands import program_words
 from lockstep.config.hydra_policy import TRUSTED
 from lockstep.config.hydra_versions import trusting
 from lockstep.config.schema import CONF
@@ -539,3 +540,66 @@ def test_every_command_has_a_function_that_takes_its_arguments() -> None:
         function = vars(importlib.import_module(f"lockstep.{package}.{name}"))[name]
         values = vars(parser.parse_args([word, *["a"] * (word not in ("clean", "doctor")), *needed.get(word, [])]))
         inspect.signature(function).bind(**{key: values[key] for key in values if key not in ("command", "rest")})
+
+
+def test_what_is_imported_is_frozen_before_a_line_is_read(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train.gc, "freeze", lambda: calls.append("frozen"))
+    monkeypatch.setattr(sys, "argv", ["/there/mine.py", "seed=1"])
+    train.train_command()
+    assert calls[:2] == ["frozen", {"says": train.program.explain}]
+    assert program_words() == ["python", "mine.py"]
+    assert calls[-1][1:] == (None, ["seed=1"])
+
+
+def test_how_much_torch_writes_of_lost_ranks_is_the_users_choice(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "configure_native_threads", lambda: None)
+    monkeypatch.setattr(train.composition.Invocation, "current", classmethod(lambda cls: "invocation"))
+    monkeypatch.setattr(train.composition, "of_command", lambda composed: {})
+    monkeypatch.setattr(run, "follow", lambda: "follow")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCH_CPP_LOG_LEVEL": "INFO"}.items():
+        monkeypatch.setenv(name, value)
+    assert train.Training(None)("config") == "follow"  # type: ignore[arg-type]
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+def test_the_time_of_a_sweep_counts_from_its_start(
+    at_exit: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_due(when: str, seconds: float) -> bool:
+        questions.append((when, seconds))
+        return False
+
+    questions: Calls = []
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity())
+    ledger.enter([(["seed=1"], "a")])
+    monkeypatch.setattr(callbacks, "configure_native_threads", lambda: None)
+    monkeypatch.setattr("lockstep.sweeps.line.choose_folder", lambda config: ledger)
+    monkeypatch.setattr("lockstep.report.listener.is_due", is_due)
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: 1000.0)
+    monkeypatch.delenv(SWEEP_FOLDER, raising=False)
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}, "telemetry": {"report": "always"}})
+    own = callbacks.SweepCallbacks()
+    own.on_multirun_start(config)
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: 1012.5)
+    own.on_multirun_end(config)
+    assert questions == [("always", 12.5)]
+
+
+@pytest.mark.parametrize("moment", ["on_run_start", "on_run_end", "on_multirun_start", "on_multirun_end"])
+def test_an_error_of_a_callback_ends_the_command(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra would only warn of it; an error that goes past Hydra is no Exception."""
+
+    def refuse(*_: object) -> None:
+        raise InputError("refused")
+
+    own = callbacks.SweepCallbacks()
+    own.handled, own.began = None, 0.0
+    for name in ("submit_all", "absent", "is_launched"):
+        monkeypatch.setattr(callbacks, name, refuse)
+    choices = {"runtime": {"choices": {"hydra/sweeper": "grid"}}, "run": {"dir": "x"}, "sweep": {"dir": "x"}}
+    with pytest.raises(BaseException, match="refused") as raised:
+        getattr(own, moment)(OmegaConf.create({"hydra": choices}))
+    assert not isinstance(raised.value, Exception)
