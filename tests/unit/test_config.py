@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from helpers import ROOT, chosen, composed
-from lockstep.config import components, composition, messages, options
+from lockstep.config import components, composition, extensions, messages, options
 from lockstep.config.composition import VALUE_KEYS, ConfigFiles
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.config.options import classes_of, modules_of, option
@@ -669,3 +670,56 @@ def test_the_package_of_a_group_lacks_other_names_as_a_module_does() -> None:
         _ = models.Nothing
     assert dir(models) == sorted(dir(models))
     assert {"Linear", "__name__"} <= {*dir(models)}
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_an_option_may_change_what_its_base_classes_have_without_a_type() -> None:
+    class Base:
+        depth = 3
+        width: int
+
+    @option("model", "of_a_base")
+    class OfBase(Base):
+        depth = 4
+        width = 5
+
+        def build(self, *_: object) -> Any: ...
+
+    assert options.declared("model")["of_a_base"] is OfBase
+    assert (OfBase.depth, OfBase.width) == (4, 5)
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_classes_of_another_process_are_declared_under_its_names() -> None:
+    options.declare({("model", "of_theirs"): F1, ("metric", "of_theirs"): SGD})
+    assert options.declared("model")["of_theirs"] is F1
+    assert options.declared("metric")["of_theirs"] is SGD
+    assert "f1" in options.declared("metric"), "those of before are there, too"
+
+
+def without_key(message: str, key: str = "") -> OmegaConfBaseException:
+    error = OmegaConfBaseException(message)
+    error.full_key = error.key = key
+    return error
+
+
+def test_a_value_without_a_key_is_that_of_the_word_with_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=1", "+train.ema=${x}", "name=${y}"])
+    message = "Interpolation key 'x' not found"
+    assert messages.sentence(without_key(f"{message}\n    more of it")) == f"train.ema: {message}"
+    assert messages.sentence(without_key(message, "batch")) == f"batch: {message}"
+    assert messages.sentence(without_key(message, "batch"), "train.") == f"train.batch: {message}"
+    assert messages.sentence(without_key("odd")) == "odd"
+    assert messages.sentence(without_key("a: odd", "a")) == "a: odd", "the key once"
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=1"])
+    assert messages.sentence(without_key(message)) == message
+    of_group = "a group is a reference, expected the name of an option: GROUP=NAME"
+    assert messages.sentence(without_key("odd", "_dummy_")) == of_group
+
+
+def test_the_extensions_are_named_with_their_origins(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = tuple(extensions.Extension(name, f"of {name}", Path()) for name in ("b", "a"))
+    monkeypatch.setattr(extensions, "active", lambda: both)
+    assert extensions.named_extensions() == "b (of b), a (of a)"
+    monkeypatch.setattr(extensions, "active", tuple)
+    assert extensions.named_extensions() == "none"
