@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
@@ -723,3 +724,49 @@ def test_the_extensions_are_named_with_their_origins(monkeypatch: pytest.MonkeyP
     assert extensions.named_extensions() == "b (of b), a (of a)"
     monkeypatch.setattr(extensions, "active", tuple)
     assert extensions.named_extensions() == "none"
+
+
+def test_values_that_no_number_holds_are_the_users_mistake() -> None:
+    values = composed()
+    for wrong in ({"train": {**values["train"], "clip_norm": 10**400}}, {"cost": {"usd_per_gpu_hour": 10**400}}):
+        with pytest.raises(InputError):
+            components.build_job({**values, **wrong})
+    with pytest.raises(InputError, match=r"^optimizer\.lr|^the config cannot be composed"):
+        components.build("optimizer", {"_target_": "lockstep.optim.SGD", "lr": 10**400})
+
+
+def test_a_reference_to_nothing_is_named_by_its_key_and_a_value_that_is_missing_too() -> None:
+    values = composed()
+    with pytest.raises(InputError, match=r"^name: Interpolation key 'no\.such\.key' not found"):
+        composition.to_dict(OmegaConf.create({**values, "name": "${no.such.key}"}))
+    with pytest.raises(InputError, match=r"^model\.width has no value; give it one with model\.width=VALUE$"):
+        composition.to_dict(OmegaConf.create({**values, "model": {**values["model"], "width": "???"}}))
+    del values["seed"]
+    with pytest.raises(InputError, match=r"^seed: this key is required; remove ~seed$"):
+        composition.to_dict(OmegaConf.create(values))
+
+
+class FirstOfTwo:
+    def build(self, *_: object) -> Any: ...
+
+
+class SecondOfTwo:
+    untyped = 3
+
+    def build(self, *_: object) -> Any: ...
+
+
+def line_of(name: str) -> int:
+    return Path(__file__).read_text().splitlines().index(f"class {name}:") + 1
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_a_wrong_option_is_named_with_the_file_and_the_line_of_its_class_and_of_the_other() -> None:
+    first, second = (f"{__file__}:{line_of(name)}" for name in ("FirstOfTwo", "SecondOfTwo"))
+    with pytest.raises(InputError, match=rf"^{re.escape(second)}: SecondOfTwo\.untyped has no type"):
+        option("model", "one_of_two")(SecondOfTwo)
+    option("model", "one_of_two")(FirstOfTwo)
+    del SecondOfTwo.untyped
+    says = re.escape(f"{second}: model=one_of_two is declared at {first} too; rename one of them")
+    with pytest.raises(InputError, match=f"^{says}$"):
+        option("model", "one_of_two")(SecondOfTwo)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.main import get_args_parser
@@ -868,3 +869,49 @@ def test_completions_have_the_words_of_the_line_for_models_with_tags_alone(
         assert command_line.answered(["-sc", "query=bash"]) == (completions is not None)
         assert capsys.readouterr().out.split() == (completions or [])
         assert not command_line.answered(["-sc"]), "no shell asks"
+
+
+WRONG_LINES = {
+    "epoch=3": r"^epoch: there is no such key in the config\. Did you mean 'epochs'\?$",
+    "model=null": r"a config group takes the name of one of its options: ",
+    "epochs=[1": r"^'epochs=\[1' cannot be read, expected KEY=VALUE;",
+    "model=zzz": r"^model=zzz: there is no model of that name\.",
+    "seed=1,2": r"^seed=1,2 names several values; ",
+}
+
+
+@pytest.mark.parametrize("word", WRONG_LINES)
+def test_a_program_gets_the_sentence_of_a_mistake_as_the_command_does(word: str) -> None:
+    for compose_line in (composition.composed, lockstep.compose):
+        with pytest.raises(InputError, match=WRONG_LINES[word]):
+            compose_line(["name=x", word])
+
+
+def test_a_recipe_keeps_its_keys_for_a_model_that_has_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=photos", "dataset.path=photos", "name=x"]
+    assert composition.composed([*words, "model=resnet18"])["model"]["pretrained"] == "auto"
+    assert composition.composed(words)["model"]["pretrained"] == "auto"
+    assert not capsys.readouterr().err
+    linear = composition.composed([*words, "model=linear"])["model"]
+    assert "pretrained" not in linear
+    note = "experiment=photos sets model.pretrained: not for model=linear\n"
+    assert capsys.readouterr().err == note
+    typed = composition.composed([*words, "model=linear", "model.pretrained=false"])["model"]
+    assert typed["pretrained"] is False, "what is typed is refused, and not left out"
+    assert not capsys.readouterr().err
+
+
+def test_a_line_says_whether_it_is_a_sweep() -> None:
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        modes = {word: loader.get_mode("config", ["name=x", word]) for word in ("hydra.mode=MULTIRUN", "seed=1")}
+    named = {word: getattr(mode, "name", mode) for word, mode in modes.items()}
+    assert named == {"hydra.mode=MULTIRUN": "MULTIRUN", "seed=1": None}
+
+
+def test_a_word_that_has_no_counterpart_is_known_in_any_spelling_and_block() -> None:
+    sentence = suggest.explain_absent("pin_memory")
+    assert sentence == "images for a GPU are in pinned memory always"
+    for name in ("trainer.pin-memory", "PinMemory", "a.b.pin_mem", "dataloader-pin-memory"):
+        assert suggest.explain_absent(name) == sentence
+    assert [name for name in ("pin", "memory", "pin_memory.x", "", "lr") if suggest.explain_absent(name)] == []
