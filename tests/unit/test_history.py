@@ -227,3 +227,8 @@ def test_a_stored_component_has_its_own_values_where_it_has_them(monkeypatch: py
     assert components.build_stored("optimizer", node).lr == 0.125
     assert components.build_stored("optimizer", {**node, "lr": 0.5}).lr == 0.5
     assert components.build("optimizer", node) == AdamW()
+
+
+@pytest.mark.parametrize("part", [3, "text", [1], None, AdamW], ids=str)
+def test_what_is_no_part_with_keys_stays_as_it_is(part: Any) -> None:
+    assert as_before(part, {"lr": 1}, ()) is part

@@ -915,3 +915,29 @@ def test_a_word_that_has_no_counterpart_is_known_in_any_spelling_and_block() -> 
     for name in ("trainer.pin-memory", "PinMemory", "a.b.pin_mem", "dataloader-pin-memory"):
         assert suggest.explain_absent(name) == sentence
     assert [name for name in ("pin", "memory", "pin_memory.x", "", "lr") if suggest.explain_absent(name)] == []
+
+
+def test_the_word_latest_is_no_file_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunDir.at(tmp_path / "first").mark_latest(tmp_path)
+    assert (tmp_path / "latest").is_file()
+    for key in ("resume", "init_from", "task.teacher"):
+        assert parsed(quoted_path(f"{key}=latest")) == "latest"
+
+
+def test_the_help_has_each_group_of_extensions_and_names_them_all(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_WORDS", ["lockstep", "train"])
+    for package, files in zip(packages, (("debug/fast", "loss/of_mine"), ("paths/here", "debug/slow")), strict=True):
+        written(tmp_path / package, {f"conf/{file}.yaml": f"{GLOBAL}\nsteps: 3\n" for file in files})
+    extensions.use(packages)
+    extension_names = [extension.package for extension in extensions.active()]
+    lines = help_page._of_everything()
+    start = next(place for place, line in enumerate(lines) if line.startswith("  experiment "))
+    behind = lines[start : lines.index("", start)]
+    own = [line for line in behind if line.startswith("  ") and not line.startswith("   ")]
+    assert own[1:] == ["  debug       fast* slow*", "  paths       here*", f"  * of {', '.join(extension_names)}"]
+    (losses,) = [line for line in lines if line.startswith("  loss ")]
+    assert losses.endswith(" of_mine*")
+    assert lines[lines.index("", start) + 1].startswith("Keys, KEY=VALUE:")

@@ -267,6 +267,8 @@ def test_a_key_of_hydra_is_looked_for_among_hydras_and_no_others() -> None:
     names = ["hydra.job.name", "job.name", "names"]
     assert messages._no_such_key("hydra.job.nam", names).endswith(" Did you mean 'hydra.job.name'?")
     assert messages._no_such_key("job.nam", names).endswith(" Did you mean 'job.name'?")
+    assert "hydra" not in messages._no_such_key("verbose", ["hydra.verbose", "epochs"])
+    assert messages._no_such_key("hydra.mixup", ["train.mixup", "hydra.job"]).endswith("config. hydra has job.")
     sentence = "job/name: there is no such key; keys are written with dots: job.name=None"
     assert messages._no_such_key("job/name", names) == sentence
 
@@ -357,3 +359,34 @@ def test_an_option_that_is_not_there_is_named_with_those_that_are(
     sentence = messages._no_such_file(path, [*options])
     assert sentence.startswith(FOUND_NOTHING[path, options])
     assert sentence.endswith(", or a model of timm or torchvision.") == path.startswith("model/")
+
+
+def test_a_path_of_a_data_set_without_one_chooses_the_data_set_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    names = ["dataset.size", "epochs"]
+    assert suggest_key("dataset.path", "photos", names) == " Did you mean dataset=folder dataset.path=photos?"
+    of_table = " Did you mean dataset=csv dataset.path=a.csv?"
+    assert suggest_key("dataset.path", "a.csv", names) == of_table
+    assert "choose one of them" in suggest_key("dataset.path", "nothing", names)
+
+
+@pytest.mark.parametrize(
+    ("line", "word", "proposal"),
+    [
+        ("lr 0.1", "lr", "optimizer.lr=0.1"),
+        ("batch_size 8", "batch_size", "batch=8"),
+        ("seed=1 mixup 0.2", "mixup", "train.mixup=0.2"),
+        ("zzz 8", "zzz", ""),
+        ("train.ema 0.9", "train.ema", "train.ema=0.9"),
+        ("a/b 8", "a/b", ""),
+        ("epochs", "lr", ""),
+    ],
+)
+def test_a_word_of_another_program_and_the_value_behind_it_are_proposed_as_ours(
+    line: str, word: str, proposal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
+    assert messages._joined(word) == proposal
