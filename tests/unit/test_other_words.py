@@ -277,7 +277,7 @@ def test_a_key_of_hydra_is_looked_for_among_hydras_and_no_others() -> None:
     ("group", "word"),
     [
         *(("dataset", "plain"), ("dataset", "a\0b"), ("dataset", "a" * 5000), ("", "a" * 5000), ("", "nothing.csv")),
-        *(("loss", "w.pt"), ("model", "no/such"), ("", "no/such"), ("model", "there"), ("", "file.txt")),
+        *(("loss", "w.pt"), ("model", "no/such"), ("", "no/such"), ("model", "there"), ("", "file.txt"), ("", "")),
     ],
 )
 def test_a_word_that_is_no_path_of_data_or_weights_has_no_proposal(
@@ -370,7 +370,8 @@ def test_a_path_of_a_data_set_without_one_chooses_the_data_set_for_it(
     assert suggest_key("dataset.path", "photos", names) == " Did you mean dataset=folder dataset.path=photos?"
     of_table = " Did you mean dataset=csv dataset.path=a.csv?"
     assert suggest_key("dataset.path", "a.csv", names) == of_table
-    assert "choose one of them" in suggest_key("dataset.path", "nothing", names)
+    for value in (None, "", "nothing"):  # None: the key comes from a file
+        assert "choose one of them" in suggest_key("dataset.path", value, names)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ def _named_elsewhere(key: str, value: str) -> str:
 
 def suggest_for_path(group: str, word: str) -> str:
     """` Did you mean ...?` for a path after `GROUP=`, or alone (`group` is empty); empty if no override fits."""
+    if not word:  # to pathlib it is the current folder
+        return ""
     path = Path(os.path.expanduser(word))  # noqa: PTH111, raises nothing
     try:
         exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()
