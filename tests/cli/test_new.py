@@ -68,3 +68,17 @@ def test_a_project_that_no_disk_can_hold_leaves_nothing(tmp_path: Path, monkeypa
     with pytest.raises(StorageError, match=r"mine.* cannot be written"):
         new(str(tmp_path / "mine"))
     assert not any(tmp_path.iterdir())
+
+
+def test_a_project_that_exists_is_answered_with_a_line_for_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b" / "mine").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"^a b/mine exists; name a new folder: lockstep new 'a b/mine2'$"):
+        new("a b/mine")
+    new("a b/mine2")
+    with pytest.raises(
+        InputError, match=r"^'a b/mine 2' cannot be the name of a Python package; use letters, digits"
+    ):
+        new("a b/mine 2")

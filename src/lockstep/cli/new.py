@@ -27,7 +27,7 @@ def new(project: str) -> None:
     if not folder.absolute().parent.is_dir():
         raise InputError(f"{folder.absolute().parent} is not a folder, expected one in which to create {name}")
     if os.path.lexists(folder):
-        raise InputError(f"{folder} exists; name a new folder: lockstep new {name}2")
+        raise InputError(f"{folder} exists; name a new folder: {shell_command(['lockstep', 'new', f'{folder}2'])}")
     if importlib.util.find_spec(name) is not None:
         raise InputError(f"there is a package {name} in this environment already; use another name")
     with storing(folder), tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{name}.") as temporary:
