@@ -941,3 +941,21 @@ def test_the_help_has_each_group_of_extensions_and_names_them_all(
     (losses,) = [line for line in lines if line.startswith("  loss ")]
     assert losses.endswith(" of_mine*")
     assert lines[lines.index("", start) + 1].startswith("Keys, KEY=VALUE:")
+
+
+def test_an_installed_extension_that_shares_one_of_its_options_with_the_program_is_left_out_whole(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(extensions.VARIABLE, raising=False)
+    for package, names in zip(packages, (["first"], ["first", "second"]), strict=True):
+        written(tmp_path / package, {f"conf/experiment/{name}.yaml": f"{GLOBAL}\n" for name in names})
+    monkeypatch.setattr(
+        extensions, "_installed", lambda: [Extension(packages[1], "installed", tmp_path / packages[1])]
+    )
+    extensions.use(packages[:1])
+    assert [extension.package for extension in extensions.active()] == packages[:1]
+    assert extensions.files("experiment=second") == []
+    written(tmp_path / packages[1], {"nets.py": "@option('model')\nclass Own: ...\n"})
+    (tmp_path / packages[1] / "conf" / "experiment" / "first.yaml").unlink()
+    extensions.active.cache_clear()
+    assert {extension.package for extension in extensions.active()} == {*packages}
