@@ -580,3 +580,19 @@ def test_scores_are_reset_by_themselves_and_are_none_without_metrics() -> None:
     empty.update(block(LOGITS, LABELS))
     empty.update_without()
     assert empty.compute() == {}
+
+
+def test_a_metric_is_never_updated_without_an_example() -> None:
+    sizes: list[int] = []
+    score = SimpleNamespace(
+        update=lambda predictions, labels: sizes.append(len(labels)),
+        compute=lambda: 0.0,
+        reset=lambda: sizes.append(-1),
+    )
+    scores = Scores({"it": SimpleNamespace(build_for=lambda targets, names: score)}, CLASSES, (), World.solo())
+    scores.update_without()
+    scores.update(block(LOGITS[:3], torch.full((3,), -100)))
+    scores.update(block(LOGITS[:3], torch.tensor([0, -100, 1])))
+    scores.update(block(LOGITS[:0], LABELS[:0]))
+    assert scores.compute() == {"it": 0.0}
+    assert sizes == [2, -1]
