@@ -310,3 +310,20 @@ def test_a_call_in_the_only_rank_of_a_launcher_is_no_call_of_several(
         InputError, match=r"one of 3 ranks, and each would train alone; start the script once and giv"
     ):
         lockstep.train()
+
+
+def test_the_objects_of_a_call_are_passed_on_by_their_groups(
+    guests: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_objects(words: Sequence[str], parts: Any) -> tuple[list[str], Any]:
+        return [*words, "and more"], parts
+
+    monkeypatch.setattr(api, "_with_objects", with_objects)
+    monkeypatch.setattr(api, "_trained", lambda words, objects, callbacks: (words, objects))
+    monkeypatch.setattr("lockstep.cli.sweep.run_sweep", lambda words, objects, verbose: (words, objects))
+    monkeypatch.setattr(api, "runs", lambda folder: folder)
+    parts: dict[str, Any] = {"model": 1, "dataset": 2, "loss": 3, "optimizer": 4}
+    for call in (lockstep.train, lockstep.sweep):
+        assert call(["seed=1"], **parts) == (["seed=1", "and more"], parts)
+        assert call(["seed=1"]) == (["seed=1", "and more"], dict.fromkeys(("model", "dataset", "loss")))
+    assert lockstep.train(ranks=3, **parts) == (["launcher.ranks=3", "and more"], parts)  # type: ignore[comparison-overlap]
