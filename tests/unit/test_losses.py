@@ -281,3 +281,12 @@ def test_a_loss_of_another_shape_is_named_with_what_was_expected() -> None:
         )
         with pytest.raises(InputError, match=sentence):
             check_losses("it", losses, 4)
+
+
+@pytest.mark.parametrize("weight", [1e-30, 1e-12, 1e6])
+def test_a_weight_of_any_size_is_a_factor(weight: float) -> None:
+    logits = LOGITS.float()
+    for kind in (CrossEntropy, Focal):
+        weighted = kind(class_weights=[weight] * CLASSES).build(CLASSES, LABELS)(logits, LABELS)
+        plain = kind().build(CLASSES, LABELS)(logits, LABELS)
+        torch.testing.assert_close(weighted.double() / weight, plain.double(), rtol=1e-5, atol=0)
