@@ -288,6 +288,8 @@ def test_what_is_no_page_and_no_reading_is_refused_with_its_reason(tmp_path: Pat
         assert raised.value.args == (405, "pages are read with GET")
         kind, page = asyncio.run(server.respond("GET /", {}, cast(Any, None)))
         assert (kind, str(tmp_path / "one") in page) == ("text/html; charset=utf-8", True)
+
+
 def test_a_port_that_is_in_use_is_said_to_be() -> None:
     with closing(loopback_server()) as used:
         port = used.getsockname()[1]

@@ -652,6 +652,8 @@ def test_blocks_are_the_finest_groups_that_a_model_names() -> None:
 
     model = Staged()
     assert [*blocks(model)] == [*model.stages[0], *model.stages[1]]
+
+
 # Numbers above which a key of a data set, a loader or an augmentation is refused. The lists of keys do not show them.
 LARGEST: dict[str, tuple[float, tuple[str, ...]]] = {
     "loader.prefetch": (1024, ("auto", "streaming")),

@@ -211,6 +211,8 @@ def test_a_ledger_of_before_is_read_in_silence(renamed: list[str], folder: Path)
         replace_in(folder, "train.ema", "train.average")
         assert (ledger.identity().words, [record.overrides for record in ledger.records()]) == words
     assert renamed == []
+
+
 def test_a_component_is_built_from_the_old_names_of_its_keys(renamed: list[str]) -> None:
     built = components.build("optimizer", {"_target_": "lockstep.optim.AdamW", "rate": 0.5})
     assert built == AdamW(lr=0.5)

@@ -123,6 +123,8 @@ def test_all_jobs_of_a_sweep_start_from_the_run_that_a_recipe_names() -> None:
         ledger = choose_folder(config)
     assert [*config.hydra.overrides.task][-1] == f"init_from={base}"
     assert ledger.identity().latest == base
+
+
 def test_the_newest_run_is_below_an_output_root_of_the_home_and_a_kept_one_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -747,6 +747,8 @@ def test_variables_that_say_too_little_are_told_with_the_whole_remedy(monkeypatc
         f"the environment looks like a task of srun, but its variables do not fit together ({shown}); "
         "start the ranks with srun, or leave the task: env -u SLURM_STEP_ID"
     )
+
+
 def no_answer(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each value of the store is waited for, without waiting."""
 

@@ -50,8 +50,6 @@ from lockstep.records.ledger import (
     resumed_sweep,
     words_of_sweep,
 )
-from lockstep.records.record import Record, checked_direction
-from lockstep.records.ledger import Identity, Ledger, record_of, recorded, resumed_sweep, words_of_sweep
 from lockstep.records.record import Record, checked_direction, job_key
 from lockstep.records.runs import JobRun, read_jobs
 from lockstep.report.sweep_page import sweep_page
@@ -1884,6 +1882,8 @@ def test_a_run_beside_the_jobs_of_a_sweep_is_none_of_them(tmp_path: Path) -> Non
     for name in ("007-alone", "000-alone", "alone"):
         RunDir.at(tmp_path / name).overrides.write_text("[]")
         assert record_of(tmp_path / name) is None, name
+
+
 def test_jobs_that_follow_the_end_of_others_run_unless_the_sweep_was_stopped() -> None:
     ended = EndedPool(0, 0, 0)
     following = {0: ended.jobs[1:2], 1: ended.jobs[2:]}

@@ -304,6 +304,8 @@ def test_threads_of_torch_sleep_soon_unless_the_user_has_chosen_when(
         patched.delitem(sys.modules, "torch")
         native_threads.sleep_soon()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 @pytest.mark.parametrize(("count", "number"), [(6, 6), (None, 1)])
 def test_without_an_affinity_the_cores_are_those_of_the_machine(
     count: int | None, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -500,6 +500,8 @@ def test_of_broken_images_the_last_one_is_the_one_too_many(tmp_path: Path) -> No
         with pytest.raises(BrokenImage, match=f"image {image}, "):
             pack(replace(source, skip=skip), tmp_path / "target")
     assert len(pack(replace(source, skip=3), tmp_path / "target")) == 3
+
+
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command packs, with the words and the arguments that it has passed on."""

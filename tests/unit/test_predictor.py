@@ -837,6 +837,8 @@ def test_a_model_lies_in_memory_as_its_card_says(channels_last: bool, digits: Ru
     assert kernels
     assert {own.is_contiguous(memory_format=torch.channels_last) for own in kernels} == {channels_last}
     assert (loaded.memory_format is torch.channels_last) == channels_last
+
+
 @pytest.mark.parametrize(
     ("packages", "present", "notes"),
     [

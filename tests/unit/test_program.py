@@ -519,6 +519,8 @@ def test_a_reader_is_waited_for_at_each_piece_but_at_the_first_after_one_that_it
     assert stuck == [True, False, False, True]
     words = [("abécdef", 7.0), ("écdef", 7.0), ("ef", 7.0), ("xyz", 0.0), ("yz", 7.0), ("last", 7.0)]
     assert pieces == [(True, text.encode(), wait_s) for text, wait_s in words]
+
+
 @pytest.mark.parametrize("length", [LONGEST_LINE + 1, 5 * LONGEST_LINE])
 def test_of_a_long_sentence_four_hundred_characters_of_both_ends_are_shown(
     length: int, capsys: pytest.CaptureFixture[str]
