@@ -484,6 +484,11 @@ def photos_of_two_classes(folder: Path, side: int, kind: str) -> Path:
     return folder
 
 
+def first_on_path(folder: Path) -> str:
+    """PYTHONPATH with a folder before what it has, which may be the source under test."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
     """Run a command as a user would, in the project's folder unless told otherwise."""
     done = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import forks
-from helpers import Done, command, forked, own_project, weights
+from helpers import Done, command, first_on_path, forked, own_project, weights
 from processes import FRESH
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def test_an_installed_extension_serves_every_command(project: Path, tmp_path: Pa
     (metadata / "entry_points.txt").write_text("[lockstep.extensions]\nmine = mine\n")
     run_dir = tmp_path / "run"
     words = ("experiment=first", "steps=1", "device=cpu", f"hydra.run.dir={run_dir}")
-    done = command(*LOCKSTEP, "train", *words, cwd=tmp_path, PYTHONPATH=str(site))
+    done = command(*LOCKSTEP, "train", *words, cwd=tmp_path, PYTHONPATH=first_on_path(site))
     assert done.code == 0, done.err
     assert "SmallConv" in done.out
     assert json.loads((run_dir / "env.json").read_text())["extensions"] == {"mine": "installed by mine 0.1.0"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers import Done, command, forked
+from helpers import Done, command, first_on_path, forked
 
 pytestmark = pytest.mark.slow
 
@@ -175,7 +175,7 @@ def test_a_run_of_a_group_is_resumed_and_evaluated_with_its_values(project: Path
     assert json.loads((project / "run" / "summary.json").read_text())["steps"] == 14
     install(project, project / "site")
     words = ("-m", "lockstep", "evaluate", "run", "dataset.limit=16")
-    done = command(sys.executable, *words, cwd=project, PYTHONPATH=str(project / "site"))
+    done = command(sys.executable, *words, cwd=project, PYTHONPATH=first_on_path(project / "site"))
     assert done.code == 0, done.err
     assert "16 images" in done.out, done.out
 

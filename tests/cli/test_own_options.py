@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_own_groups import install, write
 
-from helpers import Done, command, forked
+from helpers import Done, command, first_on_path, forked
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def test_a_list_can_be_the_default_of_a_field(projects: Path) -> None:
 
 
 def test_each_project_of_an_environment_has_its_own_recipe_of_one_name(projects: Path) -> None:
-    site = {"PYTHONPATH": str(projects / "site")}
+    site = {"PYTHONPATH": first_on_path(projects / "site")}
     for name in ("mine", "hers"):
         words = ("train.py", "experiment=first", "--cfg", "job", "--package", "model")
         done = command(sys.executable, *words, cwd=projects / name, **site)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from helpers import QUICK, Done, command, losses, train, train_afresh
+from helpers import QUICK, Done, command, first_on_path, losses, train, train_afresh
 from lockstep.records.ledger import Ledger
 from processes import PATIENCE, Process, background, ended, steps_done, wait_for
 
@@ -99,7 +99,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         return {}
     (tmp_path / "system").mkdir()
     (tmp_path / "system" / "sitecustomize.py").write_text(WITHOUT_LINUX)
-    return {"PYTHONPATH": str(tmp_path / "system"), "OMP_WAIT_POLICY": "passive"}
+    return {"PYTHONPATH": first_on_path(tmp_path / "system"), "OMP_WAIT_POLICY": "passive"}
 
 
 def start(root: Path, environment: dict[str, str], *words: str) -> Process:

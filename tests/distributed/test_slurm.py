@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import slurm_cluster
-from helpers import ROOT, command, losses, records, train, weights
+from helpers import ROOT, command, first_on_path, losses, records, train, weights
 from lockstep.config.commands import override
 from lockstep.core.launch_env import adopt_srun, launched_place
 from lockstep.core.run import State
@@ -47,7 +47,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("paced")
     (folder / "sitecustomize.py").write_text(PACED)
     with slurm_cluster.cluster() as variables:
-        yield {**variables, "PYTHONPATH": str(folder)}
+        yield {**variables, "PYTHONPATH": first_on_path(folder)}
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_architecture import PACKAGE, PLUGINS, RIM
 
+from helpers import first_on_path
 from lockstep.core.run import Run
 from processes import Process, background, ended, steps_done, wait_for
 
@@ -35,7 +36,7 @@ def heart(tmp_path: Path) -> Path:
 def test_a_lone_heart_trains_stops_and_resumes_the_default_job(heart: Path) -> None:
     def start(*words: str) -> Process:
         words = (sys.executable, "-c", CODE, "launcher.threads=1", *words)
-        return background(run.folder, *words, cwd=heart, afresh=True, PYTHONPATH=str(heart))
+        return background(run.folder, *words, cwd=heart, afresh=True, PYTHONPATH=first_on_path(heart))
 
     run = Run(heart / "outputs" / "run")
     first = start(f"hydra.run.dir={run.folder}", "epochs=10")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from helpers import first_on_path
 from lockstep.core import native_threads
 from lockstep.core.errors import InputError
 from lockstep.core.native_threads import LEAST_ADDRESS_SPACE, check_address_space
@@ -188,8 +189,7 @@ def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
     for name in ("numpy", "torch"):
         (tmp_path / f"{name}.py").write_text(SHOW)
     clean = {key: value for key, value in os.environ.items() if key not in (*NAMES, "LOCKSTEP_OPENBLAS")}
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**clean, "PYTHONPATH": paths, **variables}
+    environment = {**clean, "PYTHONPATH": first_on_path(tmp_path), **variables}
     words = [sys.executable, "-c", f"{CONFIGURE}; {SHOW}"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [*imported, expected]
