@@ -246,9 +246,7 @@ def checked(value: Any, levels: int = DEPTH) -> Any:
 
 def is_number(value: object) -> bool:
     """Whether a parsed value is a finite number, and no larger integer than Lockstep writes."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and -WHOLE <= value < WHOLE
-    return isinstance(value, float) and math.isfinite(value)
+    return (isinstance(value, float) and math.isfinite(value)) or (type(value) is int and -WHOLE <= value < WHOLE)
 
 
 def _decoded(path: Path, data: bytes) -> str:
