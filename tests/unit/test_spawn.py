@@ -655,7 +655,7 @@ def test_a_stop_that_came_while_ranks_were_started_is_sent_to_them_again(
     tmp_path: Path, ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(words: list[str], variables: dict[str, str]) -> Rank:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # held until both ranks have started
         return Rank(obeys=(signal.SIGKILL,))
 
     def join(children: Children) -> dict[int, int]:

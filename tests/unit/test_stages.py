@@ -177,11 +177,13 @@ def test_a_frozen_layer_is_frozen_on_the_ranks_that_lack_it(monkeypatch: pytest.
         return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
     def staged(world: World) -> dict[str, bool]:
-        become_stage(model := copy.deepcopy(whole), cut(whole, IMAGES, 2, ["second"]), world)
+        model = copies[world.rank]  # each rank traces its own, as a process would
+        become_stage(model, cut(model, IMAGES, 2, ["second"]), world)
         return trained(model)
 
     whole = Network("plain")
     whole.first.requires_grad_(False)
+    copies = [copy.deepcopy(whole) for _ in range(2)]
     assert ThreadRanks(2, monkeypatch).run(staged) == [trained(whole)] * 2
 
 
