@@ -474,6 +474,10 @@ def test_images_that_are_there_twice_are_told_by_where_they_are() -> None:
         ("warning", "1 twice in one split, such as train/0 and train/2: they count twice; remove one of each"),
         ("warning", "1 twice with two labels, such as train/0 and train/2: one is wrong; remove one of each"),
     ]
+    train.labels[2], val.labels[0] = 0, 1
+    assert [text for _, text in texts_of(inspection._repeated(every, 60))][2:] == [  # type: ignore[arg-type]
+        "1 twice with two labels, such as train/1 and val/0: one is wrong; remove one of each"
+    ], "also where one is in each split"
     unread = [(val, 2), (train, 4), (val, 1)]
     assert texts_of(inspection._repeated(unread, 60)) == [("ok", "none, among 3 images")]  # type: ignore[arg-type]
 

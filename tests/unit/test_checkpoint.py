@@ -490,6 +490,11 @@ def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) 
         target.wait()
         assert target.failure == "is a directory"
         assert steps_left(run) == [step]
+    (best,) = (load_file(path) for path in run.checkpoints.glob("*/ema.safetensors"))
+    run.weights.rmdir()
+    save(target, 4, parts(5))
+    target.close()
+    assert same(load_file(run.weights), best), "a later save tries it again"
 
 
 def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(

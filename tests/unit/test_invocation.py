@@ -439,16 +439,17 @@ def test_an_object_of_a_program_is_an_option_of_three_groups_with_the_words_that
             extensions.class_of(group, "lockstep.training.objects.OfProgram")
 
 
+@pytest.mark.parametrize(("folder", "file"), [("dist-info", "METADATA"), ("egg-info", "PKG-INFO")])
 def test_an_installed_extension_is_found_by_its_entry_point(
-    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packages: list[str], tmp_path: Path, folder: str, file: str
 ) -> None:
     before = extensions._installed()
     metadata = "Metadata-Version: 2.1\nName: theirs\nVersion: 0.1.0\n"
     point = f"[lockstep.extensions]\nany = {packages[1]}\n"
-    written(tmp_path / "theirs-0.1.0.dist-info", {"METADATA": metadata, "entry_points.txt": point})
+    written(tmp_path / f"theirs-0.1.0.{folder}", {file: metadata, "entry_points.txt": point})
     (added,) = [extension for extension in extensions._installed() if extension not in before]
     assert added == Extension(packages[1], "installed by theirs 0.1.0", tmp_path / packages[1])
-    written(tmp_path / "theirs-0.1.0.dist-info", {"entry_points.txt": point.replace(packages[1], "gone")})
+    written(tmp_path / f"theirs-0.1.0.{folder}", {"entry_points.txt": point.replace(packages[1], "gone")})
     with pytest.raises(InputError, match=r"^the extension gone \(installed by theirs 0\.1\.0\) is not a package"):
         extensions._installed()
 

@@ -335,6 +335,13 @@ def test_the_end_of_the_forward_pass_is_noted_for_the_ranks_and_in_a_timed_step(
     assert display.of("warn") == [["rank 1 is slow"]]
 
 
+def test_the_wait_for_the_slowest_rank_is_told_from_communication() -> None:
+    telemetry, _, _ = meter_of()
+    telemetry.stragglers = SimpleNamespace(waited_share=0.25)  # type: ignore[assignment]
+    telemetry.times.shares = lambda waited: {"wait": waited}  # type: ignore[method-assign]
+    assert telemetry.time_shares() == {"wait": 0.25}
+
+
 def test_without_a_peak_rate_there_is_no_utilisation() -> None:
     telemetry, observer, _ = meter_of()
     add(telemetry, 1, 1.0, 0)

@@ -99,6 +99,9 @@ def test_a_monitor_knows_which_value_is_better(text: str, chosen: str) -> None:
     monitor = monitor_of(text, "falls", METRICS)
     assert str(monitor) == chosen
     assert Monitor.parse(chosen) == monitor
+    assert Monitor.parse("metric/my-own") == Monitor("metric/my-own", Direction.maximize), (
+        "only the first dash is one"
+    )
 
 
 def test_our_metrics_say_their_direction_and_it_is_the_direction_of_torchmetrics() -> None:

@@ -253,6 +253,11 @@ def test_colour_changes_are_drawn_as_by_colorjitter_and_by_their_probabilities()
     assert not list(steps.colours(draws(4), jitter=0, grey=0, blur=0, solarize=0)), "off costs nothing"
 
 
+def test_a_blur_has_a_deviation_of_a_tenth_to_two_pixels() -> None:
+    deviations = steps.sigma(torch.tensor([0.0, 0.5, 1.0]))
+    torch.testing.assert_close(deviations, torch.tensor([0.1, 1.05, 2.0], dtype=torch.float64))
+
+
 def test_three_augment_is_one_of_three_and_jitter() -> None:
     ((op, amount),) = ThreeAugment().steps(draws(9000), (8, 8))
     counts = {number: int((op == number).sum()) for number in (operations.COLOR, operations.SOLARIZE, BLUR)}

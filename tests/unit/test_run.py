@@ -165,6 +165,7 @@ def test_the_typed_values_are_those_of_the_keys_without_their_signs(tmp_path: Pa
     run = RunDir.at(tmp_path)
     run.overrides.write_text(json.dumps(["seed=1", "+debug=fast", "++name=a=b", "batch="]))
     assert Run(tmp_path).typed_values == {"seed": "1", "debug": "fast", "name": "a=b", "batch": ""}
+    assert Run(tmp_path).overrides == ["seed=1", "+debug=fast", "++name=a=b", "batch="], "in the order of the line"
 
 
 @pytest.mark.parametrize("key", [*NUMBERS, *TABLES, *FINDINGS])

@@ -263,6 +263,9 @@ def test_masks_do_not_depend_on_the_number_format_or_the_memory_format(dtype: to
     assert torch.equal(masked == 0, reference)
     assert masked.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(masked.max().item(), torch.tensor(1 / 0.6, dtype=dtype).item(), rtol=0, atol=0)
+    values = torch.linspace(1, 2, 7 * 192).reshape(7, 3, 8, 8).to(dtype)
+    scaled = torch.where(reference, 0, values * (1 / 0.6))
+    assert torch.equal(model(values, keys), scaled), "the scale itself is not rounded to the format"
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -479,4 +479,5 @@ def test_fsdp_adds_gradients_in_the_format_of_the_weights(monkeypatch: pytest.Mo
 def test_a_replica_computes_in_the_format_of_the_precision(dtype: torch.dtype | None) -> None:
     replica = Autocasting(nn.Linear(2, 3))
     replica.dtype = dtype
-    assert replica(torch.ones(1, 2)).dtype == (dtype or torch.float32)
+    for training in (True, False):
+        assert replica.train(training)(torch.ones(1, 2)).dtype == (dtype or torch.float32)

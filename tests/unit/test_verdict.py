@@ -408,6 +408,7 @@ def test_a_run_of_too_few_steps_says_how_many_it_had(steps: int, words: str) -> 
     assert str(ruling).endswith(f"{words} enough")
     assert ruling.evidence == "the shares of a step are exact to 12 %"
     assert verdict.verdict(evidence(steps=steps, spread={})).evidence == ""
+    assert str(verdict.verdict(evidence(steps=50, spread={}))).startswith("nothing stands out")
 
 
 @pytest.mark.parametrize(("spread", "measured"), [(0.1, True), (2 / 11, False), (5.0, False)])
