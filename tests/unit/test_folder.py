@@ -3,6 +3,8 @@
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,23 @@ def test_the_order_of_the_disk_does_not_matter(tmp_path: Path) -> None:
     assert split.labels.tolist() == [number for number in range(26) for _ in range(3)]
     levels = split.fetch(list(range(78)))[:, 0, 0, 0].tolist()
     assert levels == [level for letter in range(97, 123) for level in (2, 3, letter)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_of_several_folders_to_evaluate_the_first_by_name_is_taken_however_a_disk_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backwards: bool
+) -> None:
+    @contextmanager
+    def listing(path: Any) -> Iterator[Any]:
+        with scan(path) as entries:
+            yield iter(sorted(entries, key=lambda entry: entry.name, reverse=backwards))
+
+    scan = os.scandir
+    for number, split in enumerate(("train", "my_val_a", "my_val_b")):
+        fill(tmp_path / split, ant=[10 * number], bee=[10 * number + 1])
+    monkeypatch.setattr(os, "scandir", listing)
+    folder = Folder(path=str(tmp_path), decode_size=8)
+    assert folder.eval().fetch([0, 1])[:, 0, 0, 0].tolist() == [10, 11]
 
 
 def test_files_and_classes_are_in_the_order_of_their_letters_capitals_first(tmp_path: Path) -> None:

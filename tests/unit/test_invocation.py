@@ -429,6 +429,7 @@ def test_an_object_of_a_program_is_an_option_of_three_groups_with_the_words_that
     assert {group: of["object"].__name__ for group, of in classes.items() if of} == names
     parts = {group: of["object"](type="Mine") for group, of in classes.items() if of}
     assert all(map(extensions.is_object, parts.values()))
+    assert not extensions.is_object(type("Mine", (), {"__module__": "theirs.objects"})()), "a module of that name"
     words = ["model=Mine(...)", "dataset=lockstep.dataset(...)", "loss=Mine"]
     assert extensions.arguments_of(dict(reversed(parts.items()))) == words
     job = {"model": built("model=linear").model, "loss": parts["loss"], "name": "x"}
