@@ -1440,6 +1440,22 @@ def test_a_sweep_ends_with_the_first_code_of_its_jobs_unless_it_has_an_error_of_
     assert pool_launcher._returned(job(0, objective=0.0)).return_value == 0.0
 
 
+def test_a_sweeper_gets_the_scores_with_which_its_jobs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(entered: list[Any]) -> None:
+        for one in entered:
+            (ledger.folder / one.record.folder).mkdir()
+            ledger.end(ledger.start(one.record), State.done, objective=10.0 + one.record.number)
+
+    jobs = [["seed=1"], ["seed=2"]]
+    launcher, ledger = launcher_of(jobs, monkeypatch), begun(tmp_path)
+    launcher.config = OmegaConf.create({"hydra": {"overrides": {"task": ["seed=1,2"]}}})
+    launcher.view, launcher.objectives = MagicMock(), ["score"]
+    for name, value in (("_devices", Devices([], 4)), ("_pool", SimpleNamespace(run=run))):
+        monkeypatch.setattr(launcher, name, lambda *_, value=value: value)
+    records = launcher._launch(ledger, jobs, 0)
+    assert [(record.state, record.objective) for record in records] == [(State.done, 10.0), (State.done, 11.0)]
+
+
 @pytest.mark.parametrize("error", [Stopped("saved"), Interrupted(), StorageError("full"), KeyError("odd")], ids=repr)
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_sweep_that_is_stopped_ends_with_its_code_also_in_another_app(
