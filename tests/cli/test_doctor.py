@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import shutil
 import socket
@@ -463,6 +464,14 @@ class Images:
 
 def texts_of(findings: Iterable[Any]) -> list[tuple[str, str]]:
     return [(item.level, item.text) for item in findings]
+
+
+def test_an_inspection_looks_at_the_same_images_each_time_and_draws_from_a_generator_of_its_own() -> None:
+    split, state = Images("train", *[b"x"] * 50), random.getstate()
+    order = inspection._shuffled(split)  # type: ignore[arg-type]
+    assert order == inspection._shuffled(split)  # type: ignore[arg-type]
+    assert [index for _, index in order] != sorted(index for _, index in order) == [*range(50)]
+    assert random.getstate() == state
 
 
 def test_images_that_are_there_twice_are_told_by_where_they_are() -> None:
