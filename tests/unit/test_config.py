@@ -694,6 +694,8 @@ def test_an_option_may_change_what_its_base_classes_have_without_a_type() -> Non
 def test_classes_of_another_process_are_declared_under_its_names() -> None:
     options.declare({("model", "of_theirs"): F1, ("metric", "of_theirs"): SGD})
     assert options.declared("model")["of_theirs"] is F1
+    options.declare({("model", "of_theirs"): SGD})
+    assert options.declared("model")["of_theirs"] is SGD, "the last one counts, as in a cell that runs again"
     assert options.declared("metric")["of_theirs"] is SGD
     assert "f1" in options.declared("metric"), "those of before are there, too"
 
