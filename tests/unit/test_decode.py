@@ -167,6 +167,9 @@ def test_training_alone_reads_jpegs_at_a_fraction_of_their_size(tmp_path: Path) 
     data = Folder(path=str(tmp_path), test_folder="test", decode_size=16)
     assert [split.scaled for split in (data.train(), data.eval(), data.test())] == [True, False, False]
     assert data.read_as(data.train(), data.preprocessing).scaled
+    cropped = data.read_as(data.train(), data.preprocessing, Crop(RandomResizedCrop().boxes, seed=0, size=(4, 4)))
+    assert cropped.crop is not None
+    assert data.read_as(cropped, data.preprocessing).crop is None, "whole images again"
 
 
 def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path: Path) -> None:
