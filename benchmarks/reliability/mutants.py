@@ -458,6 +458,36 @@ core/safe_write.py: folders that a job has created stay, because the outer one i
 runtime/signals.py: a program with an exit handler that hangs ends as if it had succeeded
 - threading.Timer(LEAVE_S, os._exit, [code])
 + threading.Timer(LEAVE_S, os._exit, [0])
+stochastic/functions.py: the scale of a dropout is rounded to bfloat16
+- return (input.mul_(keep) if inplace else input * keep).mul_(1 / (1 - p) if p < 1 else 1.0)
++ scaled = keep.mul_(1 / (1 - p) if p < 1 else 1.0)
++         return input.mul_(scaled) if inplace else input * scaled
+checkpoint/writing.py: an export that failed is not tried again
+-             self._export(self.unexported)
+-             self.unexported = None
++             unexported, self.unexported = self.unexported, None
++             self._export(unexported)
+core/run.py: the overrides of a run are in another order than they were typed
+- return self.read(self.run_dir.overrides, read_overrides, [])
++ return sorted(self.read(self.run_dir.overrides, read_overrides, []))
+data/datasets/folder.py: classes and images are in the order of the file system
+- return sorted(entries, key=lambda entry: entry.name)
++ return list(entries)
+runtime/watchdog.py: the watchdog says where its own thread was
+- sys._current_frames()[threading.main_thread().ident or 0]
++ sys._current_frames()[threading.get_ident()]
+strategy/base.py: a model is evaluated without autocast
+- with torch.autocast(inputs[0].device.type, self.dtype):
++ with torch.autocast(inputs[0].device.type, self.dtype, enabled=self.training):
+sweeps/pool_launcher.py: a sweep returns the records as they were before its jobs ran
+- return [ledger.read(record) for record in records]
++ return records
+diagnostics/inspection.py: two labels of an image are not found if its copies are in two splits
+- two_labels = [pair for pair in pairs if not
++ two_labels = [pair for pair in in_one if not
+core/tags.py: a monitor with a dash in its name is minimised
+- Direction.minimize if text.startswith("-") else
++ Direction.minimize if "-" in text else
 """
 
 
