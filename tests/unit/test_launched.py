@@ -364,6 +364,7 @@ def test_a_machine_is_another_one_after_a_boot_and_in_another_network(
 ) -> None:
     words, boot = addresses.machine().split(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert words == [socket.gethostname(), boot, str(Path("/proc/self/ns/net").readlink())]
+    assert addresses.machine() == " ".join(words), "one line"
     monkeypatch.setattr(addresses, "Path", lambda name: tmp_path / "none")  # a system without /proc
     assert addresses.machine() == socket.gethostname()
 
