@@ -4,8 +4,10 @@ import inspect
 import itertools
 import re
 from contextlib import nullcontext
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request
 
 import pytest
 import timm
@@ -19,7 +21,7 @@ from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, Linear, ResNet34, Timm, WhiteNet, WideResNet
 from lockstep.models.nets import MaxPoolTo, check_model_size, sketch, without_weights
 from lockstep.models.wide_resnet import Block
-from lockstep.models.zoo import built, network_options
+from lockstep.models.zoo import built, network_options, unreachable
 
 
 def parameters(model: nn.Module) -> int:
@@ -498,3 +500,17 @@ def test_the_images_of_published_weights_are_those_that_timm_knows_of(
         assert trained is not None
         assert (trained.eval_crop, trained.interpolation) == (crop, interpolation)
         assert (trained.input_shape, trained.mean, trained.std) == ((3, 40, 56), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+def test_whether_an_address_answers_is_asked_without_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list[Request]()
+
+    def answer(request: Request, timeout: float) -> BytesIO:
+        requests.append(request)
+        return BytesIO()
+
+    monkeypatch.setattr("lockstep.models.zoo.urlopen", answer)
+    assert unreachable("https://host/weights.bin") == ""
+    assert [(request.get_method(), request.full_url) for request in requests] == [
+        ("HEAD", "https://host/weights.bin")
+    ]
