@@ -321,7 +321,7 @@ def test_sam_without_a_closure_steps_as_sgd_and_leaves_out_what_has_no_gradient(
     one_step(theirs, SGD(lr=0.01).build(theirs))
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
     optimizer = SAM(lr=0.01, rho=0.5).build(model := network())
-    images = torch.ones(2, 1, 8, 8)
+    images = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     seen: list[bool] = []
 
