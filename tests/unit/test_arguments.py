@@ -1,5 +1,6 @@
 """The arguments of the commands: words that were meant for a flag, and keys that a command sets itself."""
 
+import argparse
 import re
 import shlex
 import sys
@@ -377,3 +378,14 @@ def test_the_descriptions_of_commands_have_the_numbers_that_the_commands_have() 
     for command, errors in codes.items():
         numbers = [int("".join(pair)) for pair in re.findall(code, parsers()[1][command].description or "")]
         assert numbers == [0 if error is None else error.exit_code for error in errors], command
+
+
+def test_every_argument_of_every_command_has_a_line_in_its_help() -> None:
+    _, commands = parsers()
+    silent = [
+        f"{name} {action.dest}"
+        for name, command in commands.items()
+        for action in command._actions
+        if not action.help or action.help == argparse.SUPPRESS
+    ]
+    assert silent == []
