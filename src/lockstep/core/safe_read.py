@@ -237,7 +237,7 @@ def checked(value: Any, levels: int = DEPTH) -> Any:
             value.encode()
         case None | bool() | float():
             pass
-        case int() if -WHOLE <= value < WHOLE:
+        case int() if is_number(value):
             pass
         case _:
             raise ValueError(f"a value or key is neither a number nor a text: {type(value).__name__}")
