@@ -470,7 +470,7 @@ checkpoint/writing.py: an export that failed is not tried again
 core/run.py: the overrides of a run are in another order than they were typed
 - return self.read(self.run_dir.overrides, read_overrides, [])
 + return sorted(self.read(self.run_dir.overrides, read_overrides, []))
-data/datasets/folder.py: classes and images are in the order of the file system
+data/datasets/folder.py: of several folders to evaluate, the first that the disk lists is taken
 - return sorted(entries, key=lambda entry: entry.name)
 + return list(entries)
 runtime/watchdog.py: the watchdog says where its own thread was

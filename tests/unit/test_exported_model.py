@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,13 @@ def test_the_network_alone_is_neither_compared_nor_of_other_pixels(
         exporting.export(str(weights), images, kind="timm", pixels=pixels, out=None)
 
 
+def without_reading(monkeypatch: pytest.MonkeyPatch, weights: Path, load: Callable[..., Any]) -> None:
+    """Have an export find these weights, whatever it is asked for, and load their model by `load`."""
+    monkeypatch.setattr(exporting, "find_weights", lambda path: weights)
+    monkeypatch.setattr(exporting, "load_predictor", load)
+    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+
+
 def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
     digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,9 +219,7 @@ def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
         calls.append((len(images), path, how))
         return 0.00025
 
-    monkeypatch.setattr(exporting, "find_weights", lambda path: weights)
-    monkeypatch.setattr(exporting, "load_predictor", load)
-    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    without_reading(monkeypatch, weights, load)
     monkeypatch.setattr(exporting, "write_export", write_export)
     code = tmp_path / "preprocess.py"
     for kind, pixels, out, path in (
@@ -494,9 +500,7 @@ def test_an_exported_model_takes_what_the_evaluation_sees_where_that_is_smaller(
     exported_models: list[Any] = []
     card = replace(digits.card, input_shape=(1, side, 5), eval_crop=0.875)
     predictor = replace(digits, card=card, transforms=replace(digits.transforms, preprocessing=card))
-    monkeypatch.setattr(exporting, "find_weights", lambda path: tmp_path / "w.safetensors")
-    monkeypatch.setattr(exporting, "load_predictor", lambda file, **how: predictor)
-    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    without_reading(monkeypatch, tmp_path / "w.safetensors", lambda file, **how: predictor)
     monkeypatch.setattr(exporting, "write_export", lambda *words, **_: exported_models.append(words) or 0.0)
     exporting.export("w", [], kind="torch", pixels="uint8", out=None)
     ((model, stored, _),) = exported_models
@@ -510,9 +514,7 @@ def test_the_file_for_photos_is_beside_models_of_photos_alone(
 ) -> None:
     shape, numbers = (channels, 8, 8), (0.5,) * channels
     card = replace(digits.card, image_shape=shape, input_shape=shape, eval_crop=1.0, mean=numbers, std=numbers)
-    monkeypatch.setattr(exporting, "find_weights", lambda path: tmp_path / "w.safetensors")
-    monkeypatch.setattr(exporting, "load_predictor", lambda file, **how: replace(digits, card=card))
-    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    without_reading(monkeypatch, tmp_path / "w.safetensors", lambda file, **how: replace(digits, card=card))
     monkeypatch.setattr(exporting, "write_export", lambda *_, **__: 0.0)
     exporting.export("w", [], kind="torch", pixels="uint8", out=None)
     assert (tmp_path / "preprocess.py").exists() is (channels in (1, 3))
@@ -523,11 +525,9 @@ def test_a_folder_of_timm_is_beside_its_weights_or_where_it_is_asked_for(
 ) -> None:
     folders: list[Any] = []
     weights = tmp_path / "run" / "model.safetensors"
-    monkeypatch.setattr(exporting, "find_weights", lambda path: weights)
-    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    without_reading(monkeypatch, weights, lambda file, **how: SimpleNamespace(card=None, how=how))
     monkeypatch.setattr(exporting, "run_of", lambda file: "the run")
     monkeypatch.setattr(exporting, "export_folder", lambda *words: folders.append(words))
-    monkeypatch.setattr(exporting, "load_predictor", lambda file, **how: SimpleNamespace(card=None, how=how))
     for out, target in ((None, weights.with_name("timm")), ("other", Path("other"))):
         exporting.export("run", [], kind="timm", pixels="uint8", out=out)
         predictor, run, folder = folders.pop()

@@ -99,6 +99,13 @@ def test_a_mistake_in_the_command_that_resumes_a_job_alone_leaves_the_record_of_
     assert not folder.exists()
 
 
+def resumed_job(folder: Path, *words: str, sweep: bool) -> float | None:
+    """What the job of a run folder returns, as it is resumed by words of its own or by its sweep."""
+    called = Invocation(overrides=words, sweep=sweep, folder=None, hydra="")
+    own = {"composed": composed(), "values": composed(), "run": folder, "folder": folder}
+    return run_job(Resume(invocation=called, may_fetch=True, **own, overrides=called.overrides), Lock())
+
+
 @pytest.mark.parametrize(("before", "objective"), [(State.stopped, 3.0), (State.failed, 3.0), (State.done, 2.0)])
 def test_a_job_resumed_alone_has_its_new_score_in_the_sweep_unless_it_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: State, objective: float
@@ -109,10 +116,7 @@ def test_a_job_resumed_alone_has_its_new_score_in_the_sweep_unless_it_was_done(
     (record,) = ledger.enter([(["seed=1"], "seed=1")])
     RunDir.at(ledger.folder / record.folder)
     ended = ledger.end(ledger.start(record), before, objective=2.0 if before is State.done else None)
-    called = Invocation(overrides=("epochs=30",), sweep=False, folder=None, hydra="")
-    own = {"composed": composed(), "values": composed(), "run": ledger.folder / ended.folder}
-    resume = Resume(invocation=called, may_fetch=True, **own, folder=own["run"], overrides=called.overrides)
-    assert run_job(resume, Lock()) == 3.0
+    assert resumed_job(ledger.folder / ended.folder, "epochs=30", sweep=False) == 3.0
     now = ledger.read(record)
     assert (now.state, now.objective) == (State.done, objective)
     assert before is not State.done or now == ended
@@ -218,8 +222,5 @@ def test_a_job_of_a_running_sweep_leaves_its_record_to_the_sweep(
     ledger.create(Identity())
     (record,) = ledger.enter([(["seed=1"], "seed=1")])
     running = ledger.start(record)
-    called = Invocation(overrides=(), sweep=True, folder=None, hydra="")
-    own = {"composed": composed(), "values": composed(), "run": ledger.folder / record.folder}
-    resume = Resume(invocation=called, may_fetch=True, **own, folder=own["run"], overrides=called.overrides)
-    assert run_job(resume, Lock()) == 3.0
+    assert resumed_job(ledger.folder / record.folder, sweep=True) == 3.0
     assert ledger.read(record) == running

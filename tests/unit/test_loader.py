@@ -280,21 +280,27 @@ def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, mon
     assert Auto(workers=3).held_gb(task(folder)) == Streaming().held_gb(task(folder)) == 0
 
 
-@pytest.mark.parametrize("size", [2, 6])
-def test_ranks_of_other_machines_take_nothing_of_this_one(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    where = World(rank=0, local_rank=0, size=size, local_size=2, device=torch.device("cpu"))
+def threads_on(number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that each decoding and each feed gets from now on, on a machine of so many cores."""
     started = list[int]()
 
     def decode(split: Any, world: World, *, threads: int) -> Any:
         started.append(threads)
         return split.fetch([0]), {}
 
-    monkeypatch.setattr("lockstep.data.loading.loaders.cores", lambda: 8)
+    monkeypatch.setattr("lockstep.data.loading.loaders.cores", lambda: number)
     monkeypatch.setattr("lockstep.data.loading.reading.reading_rate", lambda split: 100.0)
     monkeypatch.setattr("lockstep.data.loading.reading.decode_all", decode)
     monkeypatch.setattr(Streaming, "feed", lambda loader, split, world: started.append(loader.workers))
+    return started
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_ranks_of_other_machines_take_nothing_of_this_one(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    where = World(rank=0, local_rank=0, size=size, local_size=2, device=torch.device("cpu"))
+    started = threads_on(8, monkeypatch)
     Resident().feed(folder.train(), where)
     read_once(folder.eval(), where)
     assert started == [4, 4]
@@ -583,18 +589,9 @@ def test_on_a_cpu_as_many_steps_are_read_together_as_have_a_million_values(shard
 def test_each_of_many_ranks_on_few_cores_has_a_thread_and_images_in_memory_need_none(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, crowded = list[int](), world(0, 8)
-
-    def decode(split: Any, world: World, *, threads: int) -> Any:
-        started.append(threads)
-        return split.fetch([0]), {}
-
-    monkeypatch.setattr("lockstep.data.loading.loaders.cores", lambda: 2)
-    monkeypatch.setattr("lockstep.data.loading.reading.reading_rate", lambda split: 100.0)
-    monkeypatch.setattr("lockstep.data.loading.reading.decode_all", decode)
+    started, crowded = threads_on(2, monkeypatch), world(0, 8)
     Resident().feed(folder.train(), crowded)
     assert Streaming().choose(task(folder, crowded))[0] == Streaming(workers=1)
-    monkeypatch.setattr(Streaming, "feed", lambda loader, split, world: started.append(loader.workers))
     for source_or_digits in (folder, Digits()):
         read_once(source_or_digits.eval(), crowded)
     assert started == [1, 1, 0]

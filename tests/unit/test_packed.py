@@ -300,6 +300,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
     [
         *map(without, ("classes", "shape", "mean", "std", "splits")),
         lambda manifest: manifest.update(targets="other"),
+        lambda manifest: manifest.update(fit="stretch"),
         lambda manifest: manifest.update(classes=[]),
         lambda manifest: manifest.update(shape=[3, 0, 8]),
         lambda manifest: manifest.update(mean=[0.5]),
@@ -403,13 +404,9 @@ def test_the_sides_in_a_manifest_are_at_least_a_pixel(
             Packed(path=str(path.parent)).prepare()
 
 
-def test_a_packed_set_of_another_fit_or_a_newer_format_is_refused(target: Path, tmp_path: Path) -> None:
+def test_a_packed_set_of_a_newer_format_is_refused(target: Path, tmp_path: Path) -> None:
     path = copied(target, tmp_path) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "fit": "stretch"}))
-    with pytest.raises(InputError, match=r"\(manifest.json is not a manifest of `lockstep pack`\)"):
-        Packed(path=str(path.parent)).prepare()
-    path.write_text(json.dumps({**manifest, "format": 99}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(InputError, match=r"manifest\.json has format 99 of a .*, "):
         Packed(path=str(path.parent)).prepare()
 

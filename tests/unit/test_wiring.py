@@ -251,6 +251,15 @@ def test_a_loader_is_chosen_by_all_images_that_a_machine_will_read() -> None:
     assert [len(split) for split in context.splits] == [40, 20]
 
 
+def loader_noting(strides: list[tuple[int, int]]) -> Any:
+    """A loader whose feed of a split is the split; it notes for which batches and values it is asked for a stride."""
+    return SimpleNamespace(
+        feed=lambda split, world: split,
+        stride=lambda batch, values, world: strides.append((batch, values)),
+        order_device=lambda world: "a device",
+    )
+
+
 def test_each_loader_has_the_labels_of_its_split_in_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Keywords(monkeypatch, build_data, "Loader", "EvalLoader")
     job = resolved(*JOB, "seed=7", "train.eval_batch=9")
@@ -266,13 +275,8 @@ def test_each_loader_has_the_labels_of_its_split_in_copies(monkeypatch: pytest.M
         loader_reason="",
     )
     strides = list[tuple[int, int]]()
-    loader = SimpleNamespace(
-        feed=lambda split, world: split,
-        stride=lambda batch, values, world: strides.append((batch, values)),
-        order_device=lambda world: "a device",
-    )
     monkeypatch.setattr(build_data, "read_once", lambda split, world: split)
-    job = replace(job, loader=loader)  # type: ignore[arg-type]
+    job = replace(job, loader=loader_noting(strides))
     ranks = replace(World.solo(), rank=1, size=4)
     for mix in (None, "a mix"):
         transforms.mix = mix
@@ -380,17 +384,12 @@ def test_a_stride_is_for_the_largest_images_of_the_ranks_that_share_a_batch(
     own = [word for word in usual if word.partition("=")[0] not in {word.partition("=")[0] for word in words}]
     job = resolved(*own, *words, f"strategy={strategy}")
     strides = list[tuple[int, int]]()
-    loader = SimpleNamespace(
-        feed=lambda split, world: split,
-        stride=lambda batch, values, world: strides.append((batch, values)),
-        order_device=lambda world: "a device",
-    )
     facts: dict[str, Any] = {"plan": plan_of(job, 40), "fingerprint": {}, "loader_reason": "", "test": Split(8)}
     sizes = SimpleNamespace(train_sizes={0: (8, 8), 3: (16, 16)}, mix=None)
     data = TrainingData(train=Split(40), val=Split(20), transforms=sizes, **facts)  # type: ignore[arg-type]
     monkeypatch.setattr(build_data, "read_once", lambda split, world: split)
     ranks = replace(World.solo(), rank=1, size=4)
-    job = replace(job, loader=loader)  # type: ignore[arg-type]
+    job = replace(job, loader=loader_noting(strides))
     build_data.build_loader(job, data, ranks)
     build_data.build_test_loader(job, data, ranks)
     together = strategy == "pipeline"  # its ranks are stages of one batch
