@@ -47,10 +47,11 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
         raise InputError(error.told("--skip=N")) from error
     for image in broken:
         log.warn(f"{image.failure}: skipped")
+    images -= len(broken)
     stored = format_bytes(images * math.prod(source.image_shape))
     task = [word for word in words if key_of(word) == "task"]
     line = shell_command(["dataset=packed", override("dataset.path", target), *task])
-    log.say(f"packed {images - len(broken):,} images, {stored}; train with {line}")
+    log.say(f"packed {images:,} images, {stored}; train with {line}")
     if source.crops_files:
         size = source.image_shape[1]
         log.say(
@@ -62,7 +63,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
 def check_packed(target: str) -> None:
     """Read a packed data set whole and compare it with the hashes in its manifest."""
     folder = Path(target).absolute()
-    size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
+    size = sum(file.stat().st_size for kind in packed.KINDS for file in folder.glob(f"*.{kind}"))
     with progress("checking", size) as advance:
         packed.check(folder, advance)
     log.say(f"{target} is complete: every file matches its sha256")
