@@ -698,6 +698,9 @@ def test_classes_of_another_process_are_declared_under_its_names() -> None:
     assert options.declared("model")["of_theirs"] is SGD, "the last one counts, as in a cell that runs again"
     assert options.declared("metric")["of_theirs"] is SGD
     assert "f1" in options.declared("metric"), "those of before are there, too"
+    assert options.classes_of("metric")["of_theirs"] is SGD
+    options.declare({("metric", "of_theirs"): F1})
+    assert options.classes_of("metric")["of_theirs"] is F1, "also where the group has been asked for before"
 
 
 def without_key(message: str, key: str = "") -> OmegaConfBaseException:

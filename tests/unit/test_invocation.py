@@ -165,6 +165,19 @@ def test_a_rank_finds_every_extension_that_its_program_names(
     assert {extension.package for extension in extensions.active()} >= {*packages}
 
 
+def test_the_line_of_the_package_may_follow_comments_and_says_it_for_all_files_of_the_folder(
+    packages: list[str], tmp_path: Path
+) -> None:
+    conf = tmp_path / packages[0] / "conf" / "of_mine"
+    written(conf, {"first.yaml": "# Short runs.\n\n# @package _global_\nepochs: 3\n", "second.yaml": "epochs: 4\n"})
+    extensions.use(packages[:1])
+    assert extensions.files("of_mine=first") == [conf / "first.yaml"]
+    assert extensions.files("of_mine=second") == [conf / "second.yaml"]
+    (conf / "first.yaml").unlink()
+    with pytest.raises(InputError, match=r"second\.yaml: 'of_mine' is not a config group; .*`# @package _global_`"):
+        extensions.files("of_mine=second")
+
+
 def test_an_installed_extension_yields_to_an_option_of_the_program_and_two_of_one_name_are_refused(
     packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

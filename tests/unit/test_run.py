@@ -345,6 +345,14 @@ def test_the_number_of_classes_is_that_of_their_names(tmp_path: Path) -> None:
     assert Run(tmp_path).classes == 3
 
 
+def test_the_checkpoints_of_a_run_are_the_folders_of_a_step_and_the_newest_step_is_the_first(tmp_path: Path) -> None:
+    folder = RunDir.at(tmp_path).checkpoints
+    for name in ("step-00000009", "step-100000000", "step-99999999", "step-7", "step-00000008.tmp"):
+        (folder / name).mkdir()
+    (folder / "step-00000010").write_text("a file")
+    assert [path.name for path in Run(tmp_path).checkpoints] == ["step-100000000", "step-99999999", "step-00000009"]
+
+
 def test_what_a_run_is_stands_in_its_newest_checkpoint_with_facts_however_long_they_are(tmp_path: Path) -> None:
     run_dir = RunDir.at(tmp_path)
     for step in (1, 2, 3):

@@ -1,7 +1,7 @@
 """The tasks: their scores, distillation from a trained network, and tasks of one's own."""
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,14 @@ def test_a_teacher_is_known_by_the_first_16_letters_of_its_hash(tmp_path: Path) 
     (tmp_path / "weights").write_bytes(b"weights")
     digest = hashlib.sha256(b"weights").hexdigest()
     assert Distill(teacher=str(tmp_path / "weights")).identity() == {"teacher": digest[:16]}
+
+
+def test_a_resume_may_change_the_values_of_a_task_that_does_not_say_otherwise() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Tilted(Multiclass):
+        tilt: float = 0.5
+
+    assert Tilted(tilt=2.0).identity() == {}
 
 
 def test_a_stage_with_fewer_outputs_learns_from_the_teacher_of_their_images(teacher: RunDir) -> None:
