@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,6 +428,10 @@ def test_a_rank_whose_number_another_process_has_is_refused(monkeypatch: pytest.
     store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, 2]))
     with pytest.raises(InputError, match=rf"RANK=1 was given to two processes, 7 and {os.getpid()}; give each"):
         join()
+    for machine, refused in ((addresses.machine(), False), ("another", True)):  # there it can have the same number
+        store.set(attach.ARRIVED.format(0, 1), json.dumps([machine, os.getpid(), 9]))
+        with pytest.raises(InputError) if refused else nullcontext():
+            attach._arrive(store, attach.ONLY)
 
 
 def test_a_rank_of_another_job_is_refused(
@@ -465,8 +470,8 @@ def test_ranks_that_an_agent_starts_again_continue_in_the_folder_of_before(
     monkeypatch: pytest.MonkeyPatch, store: TCPStore, tmp_path: Path
 ) -> None:
     as_rank(monkeypatch, 0, store.port)
-    set_environment(monkeypatch, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
-    for attempt, earlier in (("first", ""), ("second", str(tmp_path))):
+    set_environment(monkeypatch, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", **{launch_env.RUN_FOLDER: "of the variable"})
+    for attempt, earlier in (("first", "of the variable"), ("second", str(tmp_path))):
         store.set(attach.ARRIVED.format(attempt, 1), json.dumps([addresses.machine(), 7, 2]))
         store.set(attach.SEEN.format(attempt, 1), attach.OK)
         followers = attach.Followers(store, attempt, 2)
@@ -649,6 +654,10 @@ def test_ranks_whose_launcher_says_where_they_are_ask_nobody(monkeypatch: pytest
     monkeypatch.setattr(attach, "_arrival", lambda store, attempt, rank: ("here", 8))
     attach.find_local_ranks(None, "0")  # type: ignore[arg-type]
     assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("5", "8")
+    set_environment(monkeypatch, LOCAL_WORLD_SIZE="7")
+    monkeypatch.delenv("LOCAL_RANK")
+    attach.find_local_ranks(None, "0")  # type: ignore[arg-type]
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "8"), "half of it says nothing"
     set_environment(monkeypatch, TORCHELASTIC_USE_AGENT_STORE="True")
     monkeypatch.delenv("LOCAL_RANK")
     attach.find_local_ranks(None, "0")  # type: ignore[arg-type]
@@ -830,3 +839,53 @@ def test_an_error_behind_the_folder_is_raised_and_ends_no_other_rank(
     assert capsys.readouterr().err == ""
     with pytest.raises(ValueError, match=r"^odd$"):
         lead(ValueError("odd"))
+
+
+def test_under_an_agent_main_begins_a_new_attempt_serves_no_store_and_leaves_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def own_store(*, serve: bool) -> TCPStore:
+        serves.append(serve)
+        return store
+
+    def refuse(followers: attach.Followers) -> None:
+        attempts.append(followers.attempt)
+        raise InputError("odd")
+
+    serves, attempts = list[bool](), list[str]()
+    set_environment(monkeypatch, RANK="0", WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
+    monkeypatch.setattr(attach, "_store", own_store)
+    monkeypatch.setattr(attach.Followers, "gather", refuse)
+    monkeypatch.setattr(attach, "wait", lambda *_: pytest.fail("the agent keeps the store"))
+    for number in (1, 2):
+        with pytest.raises(SystemExit):
+            join()
+        assert capsys.readouterr().err.count("odd") == 1
+        assert os.environ[ATTEMPT] == attempts[-1]
+        assert store.get(attach.ANSWER.format(attempts[-1])) == b"failed 2"
+        assert json.loads(store.get(attach.ARRIVED.format(attempts[-1], 0)))[1:] == [os.getpid(), 2]
+        assert (serves, len({*attempts})) == ([False] * number, number)
+
+
+def test_a_store_has_a_few_seconds_to_answer_and_its_name_none_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(condition: Callable[[], object], seconds: float, **options: Any) -> bool:
+        waited.append(seconds)
+        return len(waited) == 1
+
+    def reach(address: str, port: int, **options: Any) -> None:
+        stores.append((address, port, options))
+
+    waited, stores = list[float](), list[Any]()
+    as_rank(monkeypatch, 1, 29500)
+    monkeypatch.setattr(attach, "wait", wait)
+    monkeypatch.setattr(attach, "TCPStore", reach)
+    monkeypatch.setattr(attach, "in_thread", lambda call: (call(), processes.in_thread(lambda: None))[1])
+    with pytest.raises(RankFailed, match=r"what listens there does not answer as a store$"):
+        attach._store(serve=False)
+    assert waited == [600, 30]
+    usual = {"timeout": timedelta(seconds=15), "wait_for_workers": False, "multi_tenant": True}
+    assert stores == [("localhost", 29500, {**usual, "is_master": False})]
+    set_environment(monkeypatch, MASTER_ADDR="x" * 64)
+    with pytest.raises(InputError, match="is not known on this machine"):
+        attach._store(serve=False)
+    assert len(waited) == 2

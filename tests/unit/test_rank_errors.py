@@ -76,7 +76,7 @@ def test_a_rank_that_was_killed_is_the_cause_of_what_the_others_raise(run: RunDi
     ("codes", "kind", "says"),
     [
         ({0: Stopped.exit_code, 1: Stopped.exit_code}, Stopped, "stopped before a step was finished"),
-        ({0: Stopped.exit_code, 1: 1}, RankFailed, "rank 0 left with exit code 75, rank 1 left with exit code 1 and"),
+        ({1: 1, 0: Stopped.exit_code}, RankFailed, "rank 0 left with exit code 75, rank 1 left with exit code 1 and"),
         ({1: StorageError.exit_code}, StorageError, "cannot be written, not even the error"),
         ({0: 1, 1: StorageError.exit_code}, StorageError, "cannot be written, not even the error"),
         ({}, RankFailed, "a rank left and wrote no error"),

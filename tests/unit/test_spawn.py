@@ -368,10 +368,15 @@ def test_ranks_start_with_the_number_of_their_launcher_and_with_stops_held_back(
     ranks(0, 0, act=look)
     Spawn(ranks=2).run(Entry(entry), RunDir.at(tmp_path / "run"))
     assert seen == [(str(os.getpid()), True)] * 2
-    with pytest.raises(KeyError), spawn._starting():
-        raise KeyError
-    assert LAUNCHER not in os.environ
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    for held in (before, before | {signal.SIGTERM}):
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        try:
+            with pytest.raises(KeyError), spawn._starting():
+                raise KeyError
+            assert LAUNCHER not in os.environ
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == held
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_a_fresh_rank_knows_its_place_whatever_the_environment_of_its_launcher_says(
@@ -449,6 +454,9 @@ def test_a_meeting_is_a_host_without_brackets_and_a_port(place: str, host: str, 
     assert launcher._meeting() == (host, port)
     assert not launcher.is_host
     assert Elastic(nodes=2, rendezvous=place, node_rank=0).is_host
+    assert Elastic(nodes="2:4", rendezvous=place, node_rank=3)._meeting() == (host, port), "it may join later"
+    with pytest.raises(InputError, match=r"^launcher\.node_rank is 4, expected a number from 0 to 3$"):
+        Elastic(nodes="2:4", rendezvous=place, node_rank=4)._meeting()
     with pytest.raises(InputError, match=r"^launcher\.nodes is 2, but nothing says where the machines meet"):
         Elastic(nodes=2)._meeting()
 
@@ -505,7 +513,7 @@ def test_an_agent_that_meets_nobody_or_is_stopped_ends_with_a_sentence_or_its_co
     monkeypatch.setattr(Elastic, "_await_main", lambda self, patience: waited.append(patience))
     monkeypatch.setattr(os, "environ", {**os.environ})
     waited: list[float] = []
-    launcher = Elastic(nodes=2, ranks=1, rendezvous="127.0.0.1:1", node_rank=1, timeout="20min")
+    launcher = Elastic(nodes="2:3", ranks=1, rendezvous="127.0.0.1:1", node_rank=1, timeout="20min")
     if error == "signal":
         with pytest.raises(SystemExit) as left:
             launcher.run_agent(["python"])
@@ -579,13 +587,19 @@ def test_the_agents_of_a_job_know_each_other_by_its_name_and_obey_each_stop() ->
 
 
 def test_a_machine_says_where_it_waits_for_main(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def wait(condition: Callable[[], bool], seconds: float) -> bool:
+        waited.append(seconds)
+        return condition()
+
     answers = iter([False, True])
     hosts: list[Any] = []
+    waited: list[float] = []
+    monkeypatch.setattr(elastic, "wait", wait)
     monkeypatch.setattr(elastic, "is_listening", lambda *place: hosts.append(place) or next(answers))
     monkeypatch.setattr(elastic.addresses, "resolve_host", lambda host, port: [(socket.AF_INET, "10.0.0.9")])
     Elastic(nodes=2, ranks=1, rendezvous="main:7000", node_rank=1)._await_main(60)
     assert capsys.readouterr().out == "waiting for main at main:7000\n"
-    assert hosts == [("main", 7000, elastic.ANSWER_S), ("main", 7000)]
+    assert (hosts, waited) == ([("main", 7000, elastic.ANSWER_S), ("main", 7000)], [60])
 
 
 @pytest.mark.parametrize(
@@ -721,3 +735,74 @@ def test_an_address_that_is_in_use_is_said_with_the_way_out(monkeypatch: pytest.
     )
     for _ in range(2):  # it is given back
         assert Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=0).try_address().endswith(f"listen at {place}")
+
+
+def test_the_place_of_a_meeting_is_tried_by_the_first_address_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def serve(address: tuple[str, int], family: int) -> SimpleNamespace:
+        tried.append((address, family))
+        return SimpleNamespace(close=lambda: tried.append("close"))
+
+    known = [(socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1")]
+    monkeypatch.setattr(elastic.addresses, "resolve_host", lambda host, port: known)
+    monkeypatch.setattr(socket, "create_server", serve)
+    Elastic(nodes=2, ranks=1, rendezvous="here:7000", node_rank=0).try_address()
+    assert tried == [(("::1", 7000), socket.AF_INET6), "close"]
+
+
+def test_a_store_that_cannot_be_served_ends_the_ranks_with_its_error(
+    tmp_path: Path, ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def store(*_: object, master_listen_fd: int, **options: object) -> None:
+        os.close(master_listen_fd)
+        raise RuntimeError("no store")
+
+    def start(words: list[str], variables: dict[str, str]) -> Rank:
+        started.append(Rank())
+        return started[-1]
+
+    started: list[Rank] = []
+    ranks()
+    monkeypatch.setattr(spawn, "TCPStore", store)
+    monkeypatch.setattr(spawn, "Fresh", start)
+    monkeypatch.setattr(Children, "join", lambda self: {})
+    with pytest.raises(RuntimeError, match=r"^no store$"):
+        Spawn(ranks=2).attempt(Entry(entry), RunDir.at(tmp_path / "run"))
+    assert [rank.got for rank in started] == [[signal.SIGKILL]] * 2
+
+
+def test_a_forked_rank_has_its_place_and_the_objects_themselves_and_not_the_socket_of_the_store(
+    tmp_path: Path, ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forked(Rank):
+        """A fork that does its work at once, in this process."""
+
+        def __init__(self, target: Callable[[], None]) -> None:
+            super().__init__(0)
+            self.target = target
+
+        def start(self) -> None:
+            monkeypatch.setattr(os, "environ", {**variables})
+            self.target()
+            places.append(
+                {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+            )
+            monkeypatch.setattr(os, "environ", variables)
+
+    calls, places, closed, variables = list[Any](), list[dict[str, str]](), list[bool](), os.environ
+    ranks()
+    monkeypatch.setattr(Spawn, "can_fork", lambda self: True)
+    monkeypatch.setattr(spawn, "Fork", Forked)
+    monkeypatch.setattr(spawn.child, "become_rank", lambda *words: calls.append(words))
+    listener = SimpleNamespace(
+        close=lambda: closed.append(True), detach=lambda: os.open(os.devnull, 0), getsockname=lambda: ("127.0.0.1", 7)
+    )
+    monkeypatch.setattr(spawn, "loopback_server", lambda: listener)
+    run, own = RunDir.at(tmp_path / "run"), threading.Lock()  # which no pickle takes
+    Spawn(ranks=2).run(Entry(entry, (own, "second")), run)
+    assert calls == [(Entry(entry).module, run.path, own, "second")] * 2
+    assert places == [
+        {"RANK": f"{n}", "LOCAL_RANK": f"{n}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for n in (0, 1)
+    ]
+    assert closed == [True] * 2
