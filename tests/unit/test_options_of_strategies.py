@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lockstep.core.errors import InputError
+from lockstep.core.model import UpdateScope
 from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
 from lockstep.optim import SAM, SGD, AdamW, Muon
@@ -27,6 +28,7 @@ from lockstep.strategy import (
     Accelerate,
     AllReduce,
     AllReduceHooks,
+    Auto,
     DataParallel,
     Pipeline,
     Single,
@@ -224,7 +226,7 @@ def test_each_rank_clears_all_gradients_and_keeps_the_state_of_its_own_parameter
         weights = [*model.parameters()]
         optimizer = ZeROOptimizer(SGD(lr=1.0, momentum=0.5).build(model), rank)
         for group in optimizer.param_groups:  # as a schedule does
-            group["lr"] = 0.25
+            group |= {"lr": 0.25, "weight_decay": 1.0}
         with torch.no_grad():
             for weight in weights:
                 weight.fill_(1.0)
@@ -237,7 +239,7 @@ def test_each_rank_clears_all_gradients_and_keeps_the_state_of_its_own_parameter
     results = ThreadRanks(2, monkeypatch).run(stepped)
     assert [gradients for gradients, *_ in results] == [[None] * 3] * 2
     assert sorted(number for _, own, _ in results for number in own) == [0, 1, 2], "each at one rank"
-    assert [total for *_, total in results] == [0.75 * 2 * 9] * 2
+    assert [total for *_, total in results] == [0.5 * 2 * 9] * 2
 
 
 @pytest.mark.parametrize("strategy", [Single(), DDP(), FSDP()], ids=repr)
@@ -317,7 +319,9 @@ def test_dp_drives_all_gpus_and_several_of_them_run_no_compiled_model(
     (note,) = strategy.notes(nn.BatchNorm1d(2), world(1), plan(1))
     says = f"splits each batch over {gpus} GPUs" if gpus > 1 else "has no second GPU to split a batch over"
     assert note.startswith(f"strategy=dp {says}")
-    assert len(strategy.notes(nn.BatchNorm1d(2), world(1), plan(2))) == 2, "batch norm counts per micro-batch"
+    first, second = strategy.notes(nn.BatchNorm1d(2), world(1), plan(2))
+    assert first == note
+    assert second.startswith("batch norm counts per micro-batch")
     strategy.check_compile(1, "cpu")
     if gpus > 1:
         with pytest.raises(InputError, match=f"on each of {gpus} GPUs, .* use strategy=ddp or model.compile=false"):
@@ -436,6 +440,11 @@ def test_a_gradient_of_the_large_size_is_sent_alone_and_smaller_ones_together(
     AllReduce().reduce(model)
     assert sent == {1: [size + 7], 2: [size, 7]}[messages]
     assert model[3].grad is None, "a frozen parameter gets none"
+    sent.clear()
+    for number, parameter in enumerate(model):
+        parameter.grad = parameter.grad if number == 1 and messages == 2 else None
+    AllReduce().reduce(model)
+    assert sent == [size] * (messages == 2), "no message has nothing"
 
 
 def test_hooks_divide_the_sum_over_the_ranks_at_every_step_and_leave_out_what_is_frozen(
@@ -570,3 +579,30 @@ def test_a_lone_rank_with_a_process_group_rounds_its_gradients_too() -> None:
     for place, number in ((alone, 0), (replace(alone, control=object()), 1), (world(2), 1)):
         assert len(DDP(comm_hook="fp16").notes(model, place, plan())) == number
         assert DDP().notes(model, place, plan()) == []
+
+
+# What a strategy is beside one process with the whole model, whose steps are one pass and can be recorded.
+DIFFERS: dict[type[Strategy], Options] = {
+    Single: {"recordable": True},
+    Auto: {"adapts": True},
+    DataParallel: {},
+    DDP: {"joins_alone": True},
+    Accelerate: {},
+    AllReduce: {},
+    AllReduceHooks: {},
+    ZeRO: {"joins_alone": True, "widest": UpdateScope.parameter},
+    FSDP: {"whole_model": False, "widest": UpdateScope.element},
+    Strict: {"fixed_order": True},
+    Pipeline: {
+        **dict.fromkeys(("whole_model", "one_pass", "same_work"), False),
+        "widest": UpdateScope.parameter,
+    },
+}
+
+
+@pytest.mark.parametrize("strategy", DIFFERS, ids=lambda strategy: strategy.__name__)
+def test_a_strategy_says_what_it_is_to_those_who_do_not_know_it(strategy: type[Strategy]) -> None:
+    usual: Options = {"recordable": False, "fixed_order": False, "adapts": False, "joins_alone": False}
+    usual |= {"whole_model": True, "one_pass": True, "same_work": True, "widest": UpdateScope.model}
+    assert {name: getattr(strategy, name) for name in usual} == {**usual, **DIFFERS[strategy]}
+    assert strategy().sync_batchnorm is (None if strategy in (Single, DataParallel, Strict, Pipeline) else True)

@@ -1,9 +1,12 @@
 """Where a model can be cut into stages, and in which order a stage takes its micro-batches."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 import random
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +123,12 @@ def test_a_skip_connection_over_a_cut_is_refused() -> None:
         cut(model, IMAGES, 4, None)
 
 
+def with_table(layer: nn.Module) -> nn.Module:
+    """A layer with many numbers that are not trained."""
+    layer.register_buffer("table", torch.zeros(1000))
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layers", "entry"),
     [
@@ -128,8 +137,13 @@ def test_a_skip_connection_over_a_cut_is_refused() -> None:
         ([nn.Linear(4, 8), nn.MaxPool1d(2), nn.Linear(4, 8)], "2"),
         ([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))], "1"),
         ([nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh())), nn.Linear(4, 4)], "1"),
+        ([nn.Linear(4, 8), nn.Sequential(nn.MaxPool1d(2), nn.Linear(4, 8))], "1.1"),
+        ([nn.Linear(4, 4), nn.Linear(4, 4), with_table(nn.Linear(4, 4))], "1"),
     ],
-    ids=["balance: the first", "no parameters: the first", "what sends less", "the outer one", "the outer one later"],
+    ids=[
+        *("balance: the first", "no parameters: the first", "what sends less", "the outer one"),
+        *("the outer one later", "an inner one that sends less", "a buffer is no parameter"),
+    ],
 )
 def test_of_cuts_that_are_equal_the_first_is_taken_that_sends_least(layers: list[nn.Module], entry: str) -> None:
     assert cut(nn.Sequential(*layers), IMAGES, 2, None).entries == (entry,)
@@ -595,3 +609,82 @@ def test_whatever_torch_raises_for_shapes_without_numbers_is_one_sentence(error:
     says = r"^strategy=pipeline computes the shapes .* depend on numbers \(odd\); use strategy=fsdp$"
     with pytest.raises(InputError if is_ours else KeyError, match=says if is_ours else "odd"):
         Pipeline().shard(Odd(), world(1, 2), FP32(), IMAGES)
+
+
+class Tangled(nn.Module):
+    """Three layers; `use` makes the input of the last one of what the first two have made."""
+
+    def __init__(self, use: Callable[[Tangled, Tensor, Tensor], Tensor], second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.use = nn.Linear(4, 4), second, nn.Linear(4, 3), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        second = self.second(first, first) if isinstance(self.second, nn.Bilinear) else self.second(first)
+        logits: Tensor = self.third(self.use(self, first, second))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("use", "layer", "obstacle"),
+    [
+        (lambda own, first, second: (second + first) * own.first.bias, nn.Linear, "more than its input is used"),
+        (lambda own, first, second: second * own.first.bias + first, nn.Linear, "first.bias is used on both sides"),
+        (lambda own, first, second: second * own.first.bias + first, nn.Bilinear, "it takes 2 tensors"),
+        (lambda own, first, second: second + first, nn.Bilinear, "it takes 2 tensors"),
+    ],
+)
+def test_of_several_obstacles_the_first_is_told(use: Any, layer: Any, obstacle: str) -> None:
+    model = Tangled(use, layer(4, 4, 4) if layer is nn.Bilinear else layer(4, 4))
+    with pytest.raises(InputError, match=f"cut before second: {obstacle}"):
+        cut(model, IMAGES, 2, ["second"])
+
+
+class Wider(nn.Module):
+    """A layer in float64 for an input of any format, and a factor that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        output: Tensor = self.layer(x.double()) * factor
+        return output
+
+
+class Mixed(nn.Module):
+    """Four layers, of which the last two compute in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), Wider()
+        self.fourth = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fourth(self.third(self.second(self.first(x)), 3.0))
+        return logits
+
+
+@pytest.mark.parametrize("entries", [("second", "fourth"), ("third", "fourth"), ("second", "third")])
+def test_each_stage_receives_in_the_format_of_its_own_entry_and_passes_on_what_is_no_tensor(
+    entries: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, images = Mixed(), torch.randn(2, 4)
+    models = [copy.deepcopy(whole) for _ in range(3)]
+    expected = whole(images)
+    expected.sum().backward()
+
+    def trained(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+        model = models[world.rank]
+        become_stage(model, cut(model, images, 3, entries), world)
+        logits = model(images)
+        logits.sum().backward()
+        own = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
+        return logits.detach(), own
+
+    (_, first), (_, second), (logits, last) = ThreadRanks(3, monkeypatch).run(trained)
+    assert torch.equal(logits, expected)
+    gradients = first | second | last
+    assert gradients.keys() == {name for name, _ in whole.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(gradients[name], parameter.grad), name

@@ -36,7 +36,7 @@ from lockstep.strategy import (
     Single,
     Strict,
 )
-from lockstep.strategy.base import Autocasting, share_weights
+from lockstep.strategy.base import Autocasting, ThreadedReplica, share_weights
 from lockstep.strategy.ddp import LARGE_GRADIENT, LAUNCH_SETTINGS, HookedReplica
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.zero import ZeROOptimizer, assign, blocks
@@ -63,18 +63,18 @@ def _group() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        (Single(), [1, 1, 1]),
-        (Auto(), [1, 3, 8]),
-        (DDP(), [2, 3, 8]),
-        (AllReduceHooks(), [2, 3, 8]),
-        (Strict(), [1, 2, 4]),
-        (Pipeline(), [2, 3, 8]),
-        (Pipeline(stages=3), [3, 3, 3]),
+        (Single(), [1, 1, 1, 1]),
+        (Auto(), [1, 1, 3, 8]),
+        (DDP(), [2, 1, 3, 8]),
+        (AllReduceHooks(), [2, 1, 3, 8]),
+        (Strict(), [1, 1, 2, 4]),
+        (Pipeline(), [2, 1, 3, 8]),
+        (Pipeline(stages=3), [3, 3, 3, 3]),
     ],
     ids=repr,
 )
 def test_a_strategy_takes_the_gpus_that_it_can_use_or_some_ranks(strategy: Single, ranks: list[int]) -> None:
-    assert [strategy.ranks(gpus) for gpus in (0, 3, 8)] == ranks
+    assert [strategy.ranks(gpus) for gpus in (0, 1, 3, 8)] == ranks
     for number in ranks:
         strategy.check(number, "cpu")
     for number in (1, 4):
@@ -481,3 +481,13 @@ def test_a_replica_computes_in_the_format_of_the_precision(dtype: torch.dtype | 
     replica.dtype = dtype
     for training in (True, False):
         assert replica.train(training)(torch.ones(1, 2)).dtype == (dtype or torch.float32)
+
+
+@pytest.mark.parametrize("replica", [Autocasting, ThreadedReplica, HookedReplica, TreeReplica])
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_replica_passes_the_keys_of_an_example_on_beside_its_image(replica: Any, casts: bool) -> None:
+    own = replica(nn.Bilinear(2, 3, 4))
+    if replica is Autocasting and casts:
+        own.dtype = torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        assert own(torch.ones(5, 2), torch.ones(5, 3)).shape == (5, 4)
