@@ -238,3 +238,19 @@ def test_the_facts_of_a_run_are_those_of_its_whole_world_and_of_its_extensions(
     assert (facts["world_size"], facts["threads"], facts["cuda"]) == (6, 5, "12.9")
     assert (facts["platform"], facts["git"], facts["git_changes"]) == (platform.platform(), "abc", False)
     assert [*facts["packages"]] == ["lockstep", *environment.PACKAGES]
+
+
+def test_a_process_asks_once_for_its_source_and_for_each_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = list[object]()
+    monkeypatch.setattr(environment, "source_state", lambda folder: asks.append(folder) or {"git": "abc"})
+    monkeypatch.setattr(environment, "version", lambda name: asks.append(name) or f"version of {name}")
+    for question in (environment.own_source, environment.version_of):
+        question.cache_clear()
+    try:
+        for _ in range(2):
+            assert environment.own_source() == {"git": "abc"}
+            assert [environment.version_of(name) for name in "ab"] == ["version of a", "version of b"]
+    finally:
+        for question in (environment.own_source, environment.version_of):
+            question.cache_clear()
+    assert asks == [Path(environment.__file__).parent, "a", "b"]

@@ -59,6 +59,8 @@ CASES = {
     "version 2, no limit": ("0::/a", under("a", version_2("max", 5 * GIB)), math.inf),
     "version 2, the root of a container": ("0::/", version_2(8 * GIB, 3 * GIB), 5 * GIB),
     "version 2, what is cached comes back": ("0::/", version_2(8 * GIB, 3 * GIB, cached=GIB), 6 * GIB),
+    "version 2, counted later than what is cached": ("0::/", version_2(8 * GIB, GIB, cached=2 * GIB), 8 * GIB),
+    "version 2, a colon in a name": ("0::/a:b", under("a:b", version_2(8 * GIB, 3 * GIB)), 5 * GIB),
     "version 2, throttled above `high`": ("0::/", version_2(8 * GIB, 3 * GIB, high=4 * GIB), GIB),
     "version 2, over `high` already": ("0::/", version_2(8 * GIB, 5 * GIB, high=4 * GIB), 0),
     "version 2, the pod is full before the container": (

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import runpy
 import signal
 import sys
 import threading
@@ -229,6 +230,25 @@ def test_a_program_has_its_settings_back_after_a_call(change: str, raises: bool)
     assert look() == before
 
 
+def test_settings_that_are_as_before_are_not_written_and_lists_stay_the_programs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values, writes = {"same": [1], "changed": [2]}, list[Any]()
+    own = tuple(
+        (lambda name=name: [*values[name]], lambda value, name=name: writes.append((name, value))) for name in values
+    )
+    monkeypatch.setattr(guest, "SETTINGS", (*own, *guest.SETTINGS))
+    path, variables = sys.path, os.environ
+    with guest.guest():
+        values["changed"].append(3)
+        sys.path.append("/more")
+        os.environ["A_NEW_ONE"] = "1"
+    assert writes == [("changed", [2])]
+    assert sys.path is path
+    assert os.environ is variables
+    assert [logger.name for logger in guest.LOGGERS] == ["matplotlib", "mlflow", "torch.distributed.elastic"]
+
+
 def test_every_number_format_of_torch_is_among_the_settings() -> None:
     backends: Any = torch.backends
     kinds = (backends.cudnn, backends.mkldnn)
@@ -267,6 +287,13 @@ def test_a_thread_keeps_more_threads_than_cores_unless_a_variable_says_when_they
         assert teams == ([cores + 1] if variable is None else [])
         assert len(holders()) == (variable is None)
     assert holders() == []
+    with pytest.raises(ZeroDivisionError), guest.sleeping_soon():
+        raise ZeroDivisionError
+    assert holders() == []
+    teams.clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with guest.sleeping_soon():
+        assert (teams, holders()) == ([], []), "another library has the threads"
 
 
 @pytest.mark.parametrize(("threads", "can"), [(0, False), (1, True), (2, False)])
@@ -277,3 +304,20 @@ def test_a_process_of_one_thread_can_be_forked(
         (tmp_path / str(number)).mkdir()
     monkeypatch.setattr(forking, "Path", {"/proc/self/task": tmp_path}.__getitem__)
     assert forking.can_fork() == can
+
+
+def test_a_fresh_rank_hears_of_its_launcher_before_it_reads_the_objects_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[Any]()
+    monkeypatch.setattr(signals, "begin", lambda parent: done.append(parent))
+    monkeypatch.setattr("lockstep.runtime.pickled.unpacked", lambda file: done.append(file) or (file.name, "more"))
+    monkeypatch.setattr("lockstep.core.native_threads.configure_native_threads", lambda: done.append("threads"))
+    entry = SimpleNamespace(exit_as_rank=lambda *words: done.append(words))
+    monkeypatch.setattr(importlib, "import_module", {"a.worker": entry}.__getitem__)
+    for files in ((), (tmp_path / "a", tmp_path / "b")):
+        done.clear()
+        monkeypatch.setattr(sys, "argv", ["child", "17", "a.worker", "runs/1", *map(str, files)])
+        runpy.run_path(child.__file__, run_name="__main__")
+        objects = [word for file in files for word in (file.name, "more")]
+        assert done == [17, *files, "threads", (Path("runs/1"), *objects)]

@@ -1,6 +1,7 @@
 """With which sentence and exit code the program ends."""
 
 import contextlib
+import errno
 import io
 import math
 import os
@@ -97,13 +98,16 @@ def test_a_stop_before_a_run_is_a_stop_whatever_a_library_makes_of_it(capsys: py
     assert capsys.readouterr().err == "lockstep: stopped early\n"
 
 
-def test_output_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_is_lost_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", SafeStream(lambda: full))
         sys.stdout.write("a result")
         with pytest.raises(Left) as left:
             program.finish()
     assert left.value.code == StorageError.exit_code
+    assert capsys.readouterr().err == f"lockstep: the output cannot be written ({os.strerror(errno.ENOSPC)})\n"
 
 
 def test_a_reader_that_has_read_enough_ends_a_program_well(monkeypatch: pytest.MonkeyPatch) -> None:

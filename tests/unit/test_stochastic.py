@@ -368,6 +368,8 @@ def test_an_unknown_random_call_repeats_after_a_resume() -> None:
     assert torch.equal(outputs(model, draws, Micro(INDICES, step=3, number=1)), first)
     for other in ({"step": 4, "number": 1}, {"step": 3, "number": 2}):
         assert not torch.equal(outputs(model, draws, Micro(INDICES, **other)), first)
+    another = ForwardDraws(1, draws.device, draws.keys, draws.unknown)
+    assert not torch.equal(outputs(model, another, Micro(INDICES, step=3, number=1)), first), "of another seed"
 
 
 class Rooted(nn.Module):

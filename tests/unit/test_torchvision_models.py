@@ -137,6 +137,7 @@ def test_options_of_the_user_reach_the_network_but_for_second_heads() -> None:
     changed = Torchvision(name="vit_b_16", options={"image_size": 96})
     assert sketch(changed, 2, (3, 64, 64)).image_size == 96
     assert [Torchvision(name="vit_b_16").has_usual_size, changed.has_usual_size] == [True, False]
+    assert changed.options == {"image_size": 96}, "they stay what they are"
     for options in ({}, {"aux_logits": True}):
         assert sketch(Torchvision(name="inception_v3", options=options), 2, (3, 299, 299)).AuxLogits is None
         assert sketch(Torchvision(name="googlenet", options=options), 2, (3, 224, 224)).aux1 is None

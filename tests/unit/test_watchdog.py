@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.runtime import watchdog
-from lockstep.runtime.signals import AGAIN_S, GRACE_S, StopRequest
+from lockstep.runtime.signals import AGAIN_S, GRACE_S, LEAVE_S, StopRequest
 from lockstep.runtime.watchdog import PATIENCE_S, TICK_S, Watchdog, dump_stacks_on_crash
 
 
@@ -266,7 +266,7 @@ class Gone(BaseException):
 def test_the_end_of_a_rank_says_where_all_of_its_machine_were_and_wakes_them(
     error: LockstepError, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events, seconds, records = list[Any](), list[float](), list[Any]()
+    events, seconds, records, timers = list[Any](), list[float](), list[Any](), list[Any]()
 
     def leave(code: int) -> NoReturn:
         events.append(("exit", code))
@@ -279,7 +279,8 @@ def test_the_end_of_a_rank_says_where_all_of_its_machine_were_and_wakes_them(
 
     def timer(seconds: float, *call: Any) -> Any:
         records.append(call)
-        return SimpleNamespace(start=lambda: events.append("timer"))
+        timers.append(SimpleNamespace(seconds=seconds, start=lambda: events.append("timer")))
+        return timers[-1]
 
     monkeypatch.setattr(watchdog.os, "_exit", leave)
     monkeypatch.setattr(watchdog.os, "kill", kill)
@@ -295,6 +296,7 @@ def test_the_end_of_a_rank_says_where_all_of_its_machine_were_and_wakes_them(
         thread.submit(rank.end, error).result()
     last_resort, (recorded, places) = records
     assert last_resort == (leave, [error.exit_code])
+    assert [(timer.seconds, timer.daemon) for timer in timers] == [(LEAVE_S, True)]
     assert (recorded, places[3], {*places}) == (error, "was stopped by a signal", {0, 3})
     assert places[0].startswith("was in ")
     assert ".py:" in places[0]

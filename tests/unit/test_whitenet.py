@@ -1,5 +1,6 @@
 """The network of the speed recipe: its whitening layer, its frozen parameters and its blocks."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,6 +28,10 @@ def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
     # VARIANCE_EPS is added to variances of 0.09 and more, so it changes the result by less than a hundredth.
     covariance = outputs @ outputs.T / outputs.shape[1]
     torch.testing.assert_close(covariance, torch.eye(12, dtype=torch.float64), atol=0.01, rtol=0)
+    patches = F.unfold(images.double(), 2).transpose(0, 1).flatten(1)
+    variances = torch.from_numpy(np.linalg.eigvalsh((patches @ patches.T / patches.shape[1]).numpy()))
+    exact = torch.diag(variances / (variances + 5e-4))
+    torch.testing.assert_close(covariance, exact, atol=1e-10, rtol=0)
     assert torch.equal(filters[12:], -filters[:12])
 
 
