@@ -104,6 +104,7 @@ def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
         (Network("unsaved"), "second", "mean is used on both sides of it"),
         (Network("again"), "second", "it runs more than once"),
         (Network("plain"), "secnd", "the model runs no module 'secnd', expected some of first, second, third. Did"),
+        (Network("skip"), "secnd", "expected some of first, third. Did you mean 'second'"),
         (Network("plain"), "first", "leaves stage 0 without parameters"),
     ],
 )
@@ -505,18 +506,19 @@ def test_each_stage_steps_its_own_parameters(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 2.0**80])  # whose square is infinite in float32
 def test_the_norm_over_stages_has_the_format_of_the_gradients(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def norm(world: World) -> tuple[torch.dtype, float]:
         parameters = [
             nn.Parameter(torch.zeros(1, dtype=dtype, device="cpu" if n == world.rank else "meta")) for n in (0, 1)
         ]
-        parameters[world.rank].grad = torch.full((1,), [3.0, 4.0][world.rank], dtype=dtype)
+        parameters[world.rank].grad = torch.full((1,), scale * [3.0, 4.0][world.rank], dtype=dtype)
         total = Pipeline().gradient_norm(parameters)
         return total.dtype, total.item()
 
-    assert ThreadRanks(2, monkeypatch).run(norm) == [(dtype, 5.0)] * 2
+    assert ThreadRanks(2, monkeypatch).run(norm) == [(dtype, pytest.approx(5 * scale, rel=1e-6))] * 2
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -552,10 +554,11 @@ def test_with_nccl_each_direction_has_a_group_of_its_own_and_tags_tell_them_apar
 
 
 def test_a_message_waits_for_the_one_before_it_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = list[str]()
+    events, messages = list[str](), list[Tensor]()
 
     def isend(message: Tensor, target: int, group: Any, tag: int) -> Any:
         number = int(message[0])
+        messages.append(message)
         events.append(f"send {number}")
         return SimpleNamespace(wait=lambda: events.append(f"wait {number}"))
 
@@ -564,6 +567,7 @@ def test_a_message_waits_for_the_one_before_it_of_its_own_kind(monkeypatch: pyte
     neighbours = pipeline.Neighbours(world(1, 3))
     for number, kind in enumerate((pipeline.ACTIVATIONS, pipeline.GRADIENTS, pipeline.ACTIVATIONS)):
         neighbours.send(torch.full((2,), float(number)), kind)
+        assert neighbours.pending[kind][1] is messages[-1], "it must not be freed before it has arrived"
     neighbours.send(torch.zeros(0), pipeline.ACTIVATIONS)
     neighbours.send(torch.full((2,), 3.0), pipeline.ACTIVATIONS)
     assert events == ["send 0", "send 1", "wait 0", "send 2", "wait 2", "send 3"]
