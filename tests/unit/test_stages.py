@@ -86,6 +86,7 @@ def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
     assert plan.entries == entries
     assert plan.classes == 10
     assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert set(plan.homes) == {key for key, _ in (*model.named_parameters(), *model.named_buffers())}
     assert sorted(set(plan.homes.values())) == list(range(stages))

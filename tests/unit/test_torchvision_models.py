@@ -142,7 +142,9 @@ def test_options_of_the_user_reach_the_network_but_for_second_heads() -> None:
         assert sketch(Torchvision(name="inception_v3", options=options), 2, (3, 299, 299)).AuxLogits is None
         assert sketch(Torchvision(name="googlenet", options=options), 2, (3, 224, 224)).aux1 is None
     for name in ("resnet18", "regnet_y_400mf"):
+        before = torch.get_rng_state()
         model = sketch(Torchvision(name=name), 2, (3, 224, 224))
+        assert torch.equal(torch.get_rng_state(), before), "though a RegNet is built with numbers"
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     for channels in (1, 2, 4):
         with pytest.raises(InputError, match=f"takes images of 3 channels, and the data set has {channels}"):
