@@ -403,6 +403,8 @@ def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"is not known on this machine \(no host has such a name\); use its"):
         addresses.resolve_host("x" * 64, 1)
+    known = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
+    assert [addresses.resolve_host(host, 1) for host in known] == [[(known[host], host)] for host in known]
 
 
 @pytest.fixture
@@ -619,7 +621,7 @@ def test_a_folder_of_main_is_waited_for_where_its_place_is_seen(
         return condition()
 
     waited: list[float] = []
-    folder = tmp_path / ("run" if parent else "not here/run")
+    folder = tmp_path / ("a run" if parent else "not here/run")
     as_rank(monkeypatch, 1, store.port)
     monkeypatch.setattr(attach, "wait", wait)
     store.set(attach.ARRIVED.format(0, 0), json.dumps(["main's", 7, 2]))
@@ -810,13 +812,14 @@ def test_main_waits_for_each_rank_to_see_the_folder_and_for_no_rank_that_is_not_
 def test_a_rank_of_another_size_is_named_with_both_sizes(monkeypatch: pytest.MonkeyPatch, store: TCPStore) -> None:
     as_rank(monkeypatch, 0, store.port)
     set_environment(monkeypatch, WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
-    for rank, size in ((1, 3), (2, 5)):
-        store.set(attach.ARRIVED.format(0, rank), json.dumps(["b", 7, size]))
-    with pytest.raises(InputError) as raised:
-        attach.Followers(store, "0", 3).gather()
-    assert str(raised.value) == (
-        "rank 2 was started with WORLD_SIZE=5, and rank 0 with WORLD_SIZE=3; use the same for each"
-    )
+    for own in (2, 5):
+        for rank, size in ((1, 3), (2, own)):
+            store.set(attach.ARRIVED.format(0, rank), json.dumps(["b", 7, size]))
+        with pytest.raises(InputError) as raised:
+            attach.Followers(store, "0", 3).gather()
+        assert str(raised.value) == (
+            f"rank 2 was started with WORLD_SIZE={own}, and rank 0 with WORLD_SIZE=3; use the same for each"
+        )
 
 
 def test_an_error_behind_the_folder_is_raised_and_ends_no_other_rank(

@@ -393,7 +393,7 @@ def test_the_first_network_is_softmax_regression_on_all_pixels() -> None:
 def test_a_model_that_is_too_large_is_told_with_its_parameters_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[tuple[str, int, str]] = []
     monkeypatch.setattr("lockstep.models.nets.check_room", lambda *words: checks.append(words))
-    model = nn.Sequential(nn.Linear(1000, 2, bias=False).double(), nn.BatchNorm1d(2))
+    model = nn.Sequential(nn.Linear(1000, 2, bias=False).double().requires_grad_(False), nn.BatchNorm1d(2))
     for copies in (1, 4):
         check_model_size(model, *([copies] * (copies > 1)))
     size = 2000 * 8 + 4 * 4, 2 * 2 * 4 + 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -267,6 +268,16 @@ def test_the_older_number_formats_are_left_alone_where_a_program_uses_the_newer_
     monkeypatch.setattr(torch, "set_float32_matmul_precision", refuse)
     assert guest.older_formats() is None
     guest.set_older_formats(None)
+    monkeypatch.undo()
+    before = torch.get_float32_matmul_precision()
+    try:
+        for own, other in itertools.permutations(("highest", "high"), 2):
+            torch.set_float32_matmul_precision(own)
+            with guest.guest():
+                torch.set_float32_matmul_precision(other)
+            assert torch.get_float32_matmul_precision() == own
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("variable", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
