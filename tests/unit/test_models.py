@@ -211,11 +211,13 @@ def test_a_block_of_a_wide_resnet_is_the_formula_and_another_depth_is_refused() 
     with pytest.raises(InputError, match=r"model.depth is 30, expected 6 n \+ 4, .* model.depth=28"):
         WideResNet(depth=30)
     block = Block(4, 8, 2, 0.0).double().eval()
+    block.dropout = nn.Threshold(0.3, 0.0)  # draws no numbers
     features = torch.randn(2, 4, 6, 6, dtype=torch.float64)
     norm = (1 + 1e-5) ** -0.5  # of batch norm with its initial statistics
     active = (features * norm).relu()
     middle = (F.conv2d(active, block.conv1.weight, stride=2, padding=1) * norm).relu()
-    inner = F.conv2d(middle, block.conv2.weight, padding=1)
+    assert 0 < (middle * (middle > 0.3)).count_nonzero() < middle.count_nonzero()
+    inner = F.conv2d(middle * (middle > 0.3), block.conv2.weight, padding=1)
     torch.testing.assert_close(block(features), inner + F.conv2d(active, block.shortcut.weight, stride=2))
 
 
