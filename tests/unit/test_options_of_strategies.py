@@ -109,7 +109,8 @@ def test_accelerate_looks_for_gradients_that_never_come_where_somebody_asks_or_l
     assert strategy.build_optimizer(SGD(), model, world(2)) == "prepared"
     assert calls == [{}, {"device_placement": False}]
     calls.clear()
-    assert isinstance(strategy.build_optimizer(SGD(), model, world(1)), torch.optim.SGD)
+    for alone in (world(1), replace(world(1), control=object())):
+        assert isinstance(strategy.build_optimizer(SGD(), model, alone), torch.optim.SGD)
     assert calls == []
 
 

@@ -343,3 +343,34 @@ def test_a_process_that_uses_more_than_a_hundredth_of_a_core_computes(
     monkeypatch.setattr(watchdog, "BUSY_SHARE", 2**-7)  # without a rounding
     monkeypatch.setattr(time, "process_time", lambda: next(used))
     assert (Rank(timeout=20, begun=False).live(60)[0] is RankFailed) == ends
+
+
+def test_the_place_of_a_rank_is_the_line_that_it_has_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> NoReturn:
+        raise Gone
+
+    records = list[Any]()
+    code = SimpleNamespace(co_name="fit", co_filename="/of/the/user/loop.py", co_firstlineno=3)
+    monkeypatch.setattr(watchdog, "_main_frame", lambda: SimpleNamespace(f_code=code, f_lineno=12))
+    monkeypatch.setattr(watchdog.os, "_exit", leave)
+    monkeypatch.setattr(watchdog.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda file: None)
+    rank = Watchdog(
+        5, timeout=1.0, stop=StopRequest(), file=sys.stderr, record_error=lambda _, places: records.append(places)
+    )
+    with pytest.raises(Gone):
+        rank.end(Stopped("stopped"))
+    assert records == [{5: "was in fit (loop.py:12)"}]
+
+
+def test_a_handler_of_stacks_that_is_no_function_of_python_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        with Watchdog(
+            0, timeout=60.0, stop=StopRequest(), file=sys.stderr, record_error=lambda error, places: None
+        ) as own:
+            own.stacks_before = None  # as Python tells of one that C code has set
+            within = signal.getsignal(signal.SIGUSR2)
+        assert signal.getsignal(signal.SIGUSR2) is within
+    finally:
+        signal.signal(signal.SIGUSR2, before)
