@@ -59,7 +59,9 @@ class ThreadRanks:
     def run(self, function: Callable[[World], T]) -> list[T]:
         """What `function` returns on each rank."""
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(lambda rank: self._as_rank(function, rank), range(self.size)))
+            results = list(pool.map(lambda rank: self._as_rank(function, rank), range(self.size)))
+        assert all(letters.empty() for letters in self.mail.values()), "a sender waits for a receiver"
+        return results
 
     def _as_rank(self, function: Callable[[World], T], rank: int) -> T:
         self.own.rank = rank

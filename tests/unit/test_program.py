@@ -438,6 +438,7 @@ def test_a_folder_that_cannot_be_used_is_left_by_its_user(
         (ValueError("an effect of the stop"), 75),
         (JobError(InputError("of the job")), 2),
         (JobError(StorageError("of the job")), StorageError.exit_code),
+        (JobError(OSError(errno.ENOSPC, "of the job")), StorageError.exit_code),
         (JobError(ZeroDivisionError("an effect of the stop")), 75),
     ],
     ids=repr,

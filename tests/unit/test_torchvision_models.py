@@ -56,7 +56,11 @@ def test_weights_fill_all_but_the_head(name: str, head: str, tmp_path: Path, mon
     torch.save(published, file)
     option = Torchvision(name=name, pretrained=True)
     option.prepare()
-    whole, part = (option.build(classes, (3, 64, 64)).state_dict() for classes in (1000, 5))
+    models_of_it = [option.build(classes, (3, 64, 64)) for classes in (1000, 5)]
+    old, changed = (model.get_submodule(head) for model in models_of_it)
+    for fact in ("kernel_size", "stride", "padding", "in_features"):
+        assert getattr(changed, fact, None) == getattr(old, fact, None), fact
+    whole, part = (model.state_dict() for model in models_of_it)
     assert all(torch.equal(whole[key], tensor) for key, tensor in published.items())
     new = {key for key, tensor in published.items() if part[key].shape != tensor.shape}
     assert new == {f"{head}.weight", f"{head}.bias"}
@@ -133,7 +137,7 @@ def test_an_argument_that_another_key_chooses_is_refused(name: str) -> None:
 
 
 def test_options_of_the_user_reach_the_network_but_for_second_heads() -> None:
-    assert sketch(Torchvision(name="vit_b_16"), 2, (3, 64, 64)).image_size == 64
+    assert sketch(Torchvision(name="vit_b_16"), 2, (3, 64, 48)).image_size == 64
     changed = Torchvision(name="vit_b_16", options={"image_size": 96})
     assert sketch(changed, 2, (3, 64, 64)).image_size == 96
     assert [Torchvision(name="vit_b_16").has_usual_size, changed.has_usual_size] == [True, False]
