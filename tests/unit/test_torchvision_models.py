@@ -134,6 +134,9 @@ def test_a_run_trains_one_and_names_it(tmp_path: Path) -> None:
 def test_an_argument_that_another_key_chooses_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=rf"^model\.options\.{name} is chosen by other keys; remove it$"):
         Torchvision(name="resnet18", options={name: 1, "zero_init_residual": True}).check()
+    if name != "num_classes":
+        with pytest.raises(InputError, match=r"^model\.options\.num_classes is chosen"):
+            Torchvision(name="resnet18", options={name: 1, "num_classes": 1}).check()
 
 
 def test_options_of_the_user_reach_the_network_but_for_second_heads() -> None:
