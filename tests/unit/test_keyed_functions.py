@@ -114,13 +114,14 @@ def test_a_centre_is_as_likely_as_the_paper_says(
 def test_an_example_is_scaled_by_what_is_left_of_itself() -> None:
     def first(shape: torch.Size, like: Tensor) -> Tensor:
         bits = torch.full(shape, HIGHEST, dtype=torch.int32)
-        bits[0, :, 1, 1] = LOWEST
+        bits[0, 0, 1, 1] = LOWEST
         return bits
 
     images = torch.ones(2, 3, 4, 5)
     one, other = drop_block(first, layer(3, scale_by_keep=True), images)
     assert torch.equal(other, images[1])
-    assert one[0, 3, 4].item() == pytest.approx(20 / 11, rel=1e-6)
+    assert (one == 0).sum((1, 2)).tolist() == [9, 0, 0]
+    assert one[one != 0].tolist() == [pytest.approx(60 / 51, rel=1e-6)] * 51
     assert one.mean().item() == pytest.approx(1, rel=1e-6)
 
 

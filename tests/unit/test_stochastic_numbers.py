@@ -125,6 +125,8 @@ def test_a_probability_is_exact_to_2_to_the_minus_32() -> None:
     assert not below(lowest, 0.0).item()
     assert not below(highest, 1 - 2.0**-32).item()
     assert below(highest, 1.0).item()
+    place = torch.tensor([2_576_980_377, 2_576_980_378]) - 2**31  # 0.6 is 2,576,980,377.6 of 2**32
+    assert below(place.int(), 0.6).tolist() == [True, False], "the nearest one"
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
