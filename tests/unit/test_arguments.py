@@ -45,6 +45,11 @@ def test_a_command_takes_the_line_that_trained_without_the_keys_that_it_does_not
         without_keys(["launcher=spawn", "launcher.rank=2"], keys, "it draws")
 
 
+def test_where_a_run_trains_what_it_records_and_what_it_may_take_are_of_a_run_alone() -> None:
+    keys = ("launcher", "logger", "checkpoint", "telemetry", "tags", "notes", "run_group", "sweep", "cost", "budget")
+    assert {*keys, *(f"{key}." for key in keys), "hydra.run.", "hydra.sweep."} == OF_RUN
+
+
 @pytest.mark.parametrize("command", ["evaluate", "predict", "export", "demo", "runs", "compare", "report", "watch"])
 def test_a_command_that_takes_no_job_ignores_the_line_that_trained(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -394,6 +394,8 @@ def test_what_differs_from_the_defaults_is_the_options_and_then_the_keys() -> No
         *(("seed", 3, 0), ("train.ema", 0.9, None), ("optimizer.momentum", 0.5, 0.9)),
         ("metric.f1.average", "micro", "macro"),
     ]
+    recipe = [*options.differences(composed(), {**choices, "experiment": "photos", "loss": "bce"})]
+    assert recipe[:2] == [("loss", "bce", "cross_entropy"), ("experiment", "photos", None)]
     of_timm = [*options.differences(composed("model=resnet50d"), {**choices, "model": "resnet50d"})]
     assert of_timm == [("model", "resnet50d", "digitnet")], "without a file, its keys have no defaults"
 
@@ -543,6 +545,7 @@ def test_other_words_of_a_group_are_hydras(word: str) -> None:
         (["epochs=3 seed=1"], "epochs=3 seed=1"),
         (["epochs=3 fast"], ""),
         (["name=a", "b", "seed=1"], "'name=a b'"),
+        (["name='a", "b", "c'"], "'name='\"'\"'a b c'\"'\"''"),
         (["epochs=3"], ""),
     ],
     ids=str,

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,8 @@ from lockstep.records.record import Record
 from lockstep.records.runs import JobRun
 from lockstep.scores import EvaluationBlock
 from lockstep.tasks import Multiclass
+from lockstep.training.predictions import MATRIX_CLASSES
+from thread_ranks import ThreadRanks
 
 
 def part(labels: torch.Tensor, *answers: torch.Tensor, **figures: float) -> Part:
@@ -86,6 +89,9 @@ def test_labels_are_counted_above_a_half_and_values_for_all_images() -> None:
         ]
         facts = {"images": 3, "skipped": 0, "loss": 0.5, targets: result.rows}
         assert result.facts() == facts, "and no confusion"
+        broken = replace(part(shares, shares), whole=torch.tensor([True, True, False]))
+        fewer = Evaluation(card(targets, "cat", "dog"), [broken], {}, by_output).rows
+        assert [row["images"] for row in fewer] == ([0, 2] if targets == "labels" else [2, 2])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +129,8 @@ def test_folds_have_their_mean_and_their_spread(number: int, form: str, capsys: 
     labels, scores = torch.tensor([0, 1]), [50.0, 100.0, 0.0][:number]
     parts = [part(labels, labels, torch.ones(2), top1=score, loss=score / 4) for score in scores]
     evaluation = Evaluation(card("classes", *"abcdef"), parts, {"top1": 51.0, "loss": 1.0}, {})
-    setting = folds(*range(number), seed="3")
+    done = {1: (2,), 2: (0, 2), 3: (0, 1, 2)}[number]
+    setting = folds(*done, seed="3", lr="0.1")
     facts = report_folds(setting, evaluation, form)
     spread = statistics.stdev(scores) if number > 1 else None
     assert facts["mean"] == {
@@ -133,24 +140,31 @@ def test_folds_have_their_mean_and_their_spread(number: int, form: str, capsys: 
     assert facts["spread"] == (
         {} if spread is None else {"top1": pytest.approx(spread), "loss": pytest.approx(spread / 4)}
     )
-    assert (facts["split"], facts["setting"], facts["folds"]) == ("val", {"seed": "3"}, 3)
-    assert facts["missing"] == dict.fromkeys(range(number, 3), "failed")
+    assert (facts["split"], facts["setting"], facts["folds"]) == ("val", {"seed": "3", "lr": "0.1"}, 3)
+    assert facts["missing"] == {fold: "failed" for fold in range(3) if fold not in done}
     assert (facts["images"], facts["top1"]) == (2 * number, 51.0)
     assert facts["by_fold"] == [
         {"fold": at, "run": f"job{at}", "step": 7, "images": 2, "skipped": 0, "top1": score, "loss": score / 4}
-        for at, score in enumerate(scores)
+        for at, score in zip(done, scores, strict=True)
     ]
     shown = capsys.readouterr().out
     if form == "json":
         assert shown == ""
         return
-    assert shown.startswith(f"seed=3: {2 * number} images of {number} of 3 folds, each predicted by the model that")
-    missing = ", ".join(f"{fold} (failed)" for fold in range(number, 3))
+    head = f"seed=3 lr=0.1: {2 * number} images of {number} of 3 folds, each predicted by the model that was not"
+    assert shown.startswith(head)
+    missing = ", ".join(f"{fold} (failed)" for fold in facts["missing"])
     assert (f"no figure counts the folds that are missing: {missing}\n" in shown) == (number < 3)
     rows = [line.split() for line in shown.splitlines()]
     (deviation,) = (row for row in rows if row[0] == "±")
     assert deviation == (["±", "–", "–"] if spread is None else ["±", f"{spread:.2f}", "%", f"{spread / 4:.4g}"])
-    assert [row for row in rows if row[0] == "together"] == [["together", str(2 * number), "51.00", "%", "1"]]
+    mean = sum(scores) / number
+    assert rows[rows.index(deviation) - number - 1 :][: number + 3] == [
+        *([str(at), "2", f"{score:.2f}", "%", f"{score / 4:.4g}"] for at, score in zip(done, scores, strict=True)),
+        ["mean", f"{mean:.2f}", "%", f"{mean / 4:.4g}"],
+        deviation,
+        ["together", str(2 * number), "51.00", "%", "1"],
+    ]
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
@@ -280,8 +294,8 @@ def test_the_runs_of_a_sweep_that_differ_in_the_fold_alone_are_together(
         vars(job).update({"state": State.damaged, "error": "its record is damaged"} if job.record.number == 1 else {})
     assert cross_validations(sweep)[0].missing == {0: "damaged", 1: "no job"}
     assert capsys.readouterr().out.startswith("warning: its record is damaged\nwarning: seed=3 is skipped")
-    (alone,) = cross_validations(sweep_of(monkeypatch, ("dataset.folds=2 dataset.fold=1", done)))
-    assert (alone.name, alone.missing) == ("", {0: "no job"})
+    (alone,) = cross_validations(sweep_of(monkeypatch, ("dataset.folds=12 dataset.fold=11", done)))
+    assert (alone.name, alone.missing) == ("", dict.fromkeys(range(11), "no job"))
     for jobs, says in (
         ([("dataset.folds=2 dataset.fold=1", failed)], "sweep: no fold is done; `lockstep compare sweep` compares"),
         (
@@ -353,7 +367,7 @@ def test_a_folder_for_the_results_has_to_be_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("form", ["table", "json"])
-@pytest.mark.parametrize("overrides", [[], ["dataset.limit=2"]], ids=str)
+@pytest.mark.parametrize("overrides", [[], ["dataset.limit=2", "data_root=a"]], ids=str)
 @pytest.mark.parametrize(("place", "out"), [("run", None), ("run", "out"), (None, None), (None, "out")])
 def test_an_evaluation_says_its_data_and_is_written_beside_its_weights_or_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
@@ -395,7 +409,7 @@ def test_an_evaluation_says_its_data_and_is_written_beside_its_weights_or_where_
         assert shown.err.splitlines() == [f"warning: {note}" for note in notes]
         folder, facts, evaluations, kind, other = written.pop()
         assert folder == Path(out or place or "")
-        assert other == ("-dataset.limit=2" if overrides and place and out is None else "")
+        assert other == ("-dataset.limit=2_data_root=a" if overrides and place and out is None else "")
         assert (evaluations, kind) == ([result], form)
         data = {"path": str(Path("photos").absolute()), "overrides": overrides, "sha256": sha256}
         assert facts["data"] == data
@@ -416,9 +430,10 @@ def test_an_evaluation_says_its_data_and_is_written_beside_its_weights_or_where_
         assert first == f"2 images of the {words} split of SimpleNamespace, weights of step 7"
         assert scores == "top-1 50.00 %  loss –"
         assert lines[: 1 + (split == "val")] == [*["in training it was 91 % top-1"] * (split == "val"), "each class:"]
-    source.path = None
+    source.path, model.card.score = None, ""
     command.evaluate_weights("weights", overrides, World.solo(), None, split=split, out=out, form=form)
     assert written.pop()[1]["data"]["path"] is None
+    assert "in training it was" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -600,6 +615,28 @@ def test_predictions_are_kept_with_their_share_their_odds_and_their_loss() -> No
     assert torch.equal(values, logits)
 
 
+def test_main_alone_keeps_the_predictions_of_all_ranks_in_the_order_of_the_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of: Any = SimpleNamespace(targets="classes", probabilities="softmax", classes=2)
+
+    def blocks_on(world: World) -> tuple[list[float], list[int]]:
+        advanced: list[int] = []
+        observer = scoring.Predicted(of, world, advanced.append)
+        for done, number in enumerate((2, (2, 1, 0)[world.rank])):  # in the last round the last rank has no block
+            losses = torch.full((number,), 10.0 * done + world.rank, dtype=torch.float64)
+            logits = torch.eye(2)[:number]
+            if number:
+                observer.update(EvaluationBlock(logits, logits, best_classes(logits), torch.zeros(number), losses, 0))
+            else:
+                observer.update_without()
+        return [float(block[1]) for block in observer.blocks], advanced
+
+    main, second, third = ThreadRanks(3, monkeypatch).run(blocks_on)
+    assert main == ([0.0, 2.0, 4.0, 20.0, 11.0], [2, 2, 2, 2, 1])
+    assert second == third == ([], [])
+
+
 def test_the_figures_of_all_parts_weigh_each_image_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     class Scored:
         def __init__(self, of: Any, nodes: Any, world: Any) -> None:
@@ -723,6 +760,10 @@ def test_the_images_of_a_class_are_counted_over_all_parts() -> None:
         {"name": "c", "images": 1, "top1": 0.0, "recall": 1.0},
     ]
     assert result.facts()["confusion"] == [[1, 0, 0], [1, 2, 0], [1, 0, 0]]
+    many = [f"n{at}" for at in range(MATRIX_CLASSES + 1)]
+    for names in (many, many[1:]):
+        confusion = Evaluation(card("classes", *names), parts, {}, {}).facts()["confusion"]
+        assert (confusion is None) == (len(names) > MATRIX_CLASSES)
     assert [line["sample"] for line in result.lines()] == ["0", "1", "2", "0", "1"]
 
 

@@ -45,6 +45,11 @@ class Large(Pixels):
         return super().forward(images) * 1e5
 
 
+class Tiny(Pixels):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * 1e-3
+
+
 class Overflowing(Pixels):
     """Its logits are infinite in float32 alone."""
 
@@ -88,8 +93,8 @@ def test_large_logits_may_differ_by_a_share_of_the_largest(
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     ("model", "fault"),
-    [(Pixels(), 2e-2), (Large(), 1e3), (Pixels(), NAN), (Overflowing(), 0)],
-    ids=["small logits", "large logits", "not a number", "overflow"],
+    [(Pixels(), 2e-2), (Pixels(), -2e-2), (Large(), 1e3), (Tiny(), 2e-4), (Pixels(), NAN), (Overflowing(), 0)],
+    ids=["small logits", "a fault below", "large logits", "tiny logits", "not a number", "overflow"],
 )
 def test_a_larger_difference_is_refused(
     digits: Predictor, model: nn.Module, fault: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +102,34 @@ def test_a_larger_difference_is_refused(
     with pytest.raises(LockstepError, match="the logits of the exported model differ by"):
         exported(replace(digits, model=model), tmp_path, monkeypatch, fault=fault)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.numerics
+def test_tiny_logits_may_differ_by_more_than_a_share_of_them(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with torch.no_grad():
+        tiny = replace(digits, model=Tiny())
+        assert tiny.logits(IMAGES).abs().max() < 0.01
+        assert exported(tiny, tmp_path, monkeypatch, fault=-5e-5) == pytest.approx(5e-5, rel=0.01)
+    assert not capsys.readouterr().out
+
+
+def test_the_packages_of_onnx_are_looked_for_before_the_weights_and_for_onnx_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find_weights(path: str) -> Path:
+        raise InputError("there are no weights")
+
+    needed: list[Any] = []
+    monkeypatch.setattr(exporting, "find_weights", find_weights)
+    monkeypatch.setattr(exporting, "check_installed", lambda *words, **extra: needed.append((*words, extra)))
+    for kind in ("torch", "timm", "onnx"):
+        assert needed == []
+        with pytest.raises(InputError, match="there are no weights"):
+            exporting.export("run", [], kind=kind, pixels="uint8", out=None)
+    expected = ("onnx", "onnxscript", "onnxruntime")
+    assert needed == [(package, "--to onnx", {"extra": "export"}) for package in expected]
 
 
 def test_both_models_get_the_same_batches(digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +273,8 @@ def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
     for kind, name, usual in (("onnx", "a.pt2", "torch"), ("onnx", "a.pth", "torch"), ("torch", "a.onnx", "onnx")):
         with pytest.raises(InputError, match=f"--to {kind} writes another kind of file: --to {usual}$"):
             exporting.export("digits", [], kind=kind, pixels="uint8", out=str(tmp_path / name))
+    with pytest.raises(InputError, match=r"^--out is .*no/a\.pt2, expected a file in a folder that exists"):
+        exporting.export("digits", [], kind="torch", pixels="uint8", out=str(tmp_path / "no" / "a.pt2"))
     first, _, code_below = code.read_text().partition("\n")
     code.write_text(f"{first} of an older version\n")
     exporting.export("digits", [], kind="torch", pixels="uint8", out=None)
@@ -632,3 +667,4 @@ def test_each_format_takes_any_number_of_images_and_has_the_metadata(kind: str, 
     (graph_input,), (output,) = model.graph.input, model.graph.output
     assert (graph_input.name, output.name) == ("images", "logits")
     assert graph_input.type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert {entry.domain: entry.version for entry in model.opset_import}[""] == 20

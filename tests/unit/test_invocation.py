@@ -470,7 +470,7 @@ def test_an_installed_extension_is_found_by_its_entry_point(
 
 PROJECT = '[project]\nname = "x"\n[project.entry-points."lockstep.extensions"]\n'
 PROJECTS = {
-    f'{PROJECT}one = "extension_of_mine"\ntwo = "its.other"\n': "extension_of_mine, its.other",
+    f'{PROJECT}one = "its.other"\ntwo = "extension_of_mine"\nthree = "a"\n': "a, extension_of_mine, its.other",
     f'{PROJECT}one = "extension_of_hers"\ntwo = "a"\n': "a",
     f'{PROJECT}one = "extension_of_hers"\n': "",
     PROJECT: "",
