@@ -34,6 +34,21 @@ def test_a_project_has_every_file_of_the_template_under_its_own_name(
     assert [path.name for path in (tmp_path / "a b").iterdir()] == ["_Mine2"]
 
 
+def test_what_python_has_compiled_of_the_template_is_no_file_of_a_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "template"
+    for name in ("__pycache__/a.pyc", f"{NAME}/__pycache__/b.pyc", f"{NAME}/b.py"):
+        (template / name).parent.mkdir(parents=True, exist_ok=True)
+        (template / name).write_bytes(b"\xff" if name.endswith("pyc") else b"")
+    monkeypatch.setattr("lockstep.cli.new.TEMPLATE", template)
+    new(str(tmp_path / "mine"))
+    assert [path.relative_to(tmp_path / "mine") for path in (tmp_path / "mine").rglob("*")] == [
+        Path("mine"),
+        Path("mine/b.py"),
+    ]
+
+
 REFUSED = {
     **dict.fromkeys(
         ("not-a-name", "2nd", "class", "é", "a b", ""), "cannot be the name of a Python package; use letters"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import CrossEntropyLoss
 
 from helpers import run_dir
 from lockstep.core.errors import InputError
@@ -452,17 +453,20 @@ def test_a_split_is_evaluated_with_the_threads_the_metrics_and_the_labels_of_the
     splits = {"train": lambda: examples["train"], "eval": lambda: examples["val"], "test": lambda: None}
     source = SimpleNamespace(part="folder", read_as=lambda chosen, card: chosen, **splits)
     config, threads, typed = {"metric": {"f1": {}}, "launcher": "node"}, list[int](), list[str]()
-    monkeypatch.setattr(command, "data_of", lambda run, overrides: source)
+    of_data: list[Any] = []
+    monkeypatch.setattr(command, "data_of", lambda *words: of_data.append(words) or source)
     monkeypatch.setattr(command, "with_sizes", lambda data, card: data)
     monkeypatch.setattr(command, "with_targets", lambda data, of: typed.append(of) or data)
     monkeypatch.setattr(command, "check_data", lambda model, data: torch.tensor([5, 7, 9]))
     monkeypatch.setattr(command, "cores", lambda: 4)
-    monkeypatch.setattr(command.components, "read_config", lambda path: config)
-    monkeypatch.setattr(command.components, "build_stored", lambda group, node: SimpleNamespace(threads=of_run))
+    monkeypatch.setattr(command.components, "read_config", {"config": config}.__getitem__)
+    of_launcher = {("launcher", "node"): SimpleNamespace(threads=of_run)}
+    monkeypatch.setattr(command.components, "build_stored", lambda *words: of_launcher[words])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     model, run = predictor("a", "b", targets=targets), None if of_run is None else SimpleNamespace(config="config")
     for name, own in (("train", [5, 7, 7]), ("val", [7, 9, 9])):
-        chosen, data = command.split_for(model, run, (), name, typed_threads)  # type: ignore[arg-type]
+        chosen, data = command.split_for(model, run, ["x=1"], name, typed_threads)  # type: ignore[arg-type]
+        assert of_data.pop() == (run, ["x=1"])
         assert (chosen.examples, data) == (examples[name], source)
         assert chosen.labels.tolist() == (own if targets == "classes" else examples[name].labels.tolist())
         assert chosen.metrics == (None if run is None else {"f1": {}})
@@ -559,8 +563,13 @@ def test_images_that_other_ranks_could_not_decode_are_counted(
         loaders.append((model, options))
         return {"loss": 2.0}
 
+    def build_stored(group: str, node: Any) -> Any:
+        loaders.append((group, node))
+        return SimpleNamespace(build=lambda *words: loaders.append(words) or CrossEntropyLoss(reduction="none"))
+
     labels, loss = torch.tensor([0, 1, 1]), {"_target_": "lockstep.losses.CrossEntropy"}
     split = part(labels).split
+    monkeypatch.setattr(scoring.components, "build_stored", build_stored)
     model: Any = SimpleNamespace(
         card=SimpleNamespace(loss=loss, classes=2, targets="classes", eval_batch=4, eval_views=6),
         device=torch.device("cpu"),
@@ -574,7 +583,12 @@ def test_images_that_other_ranks_could_not_decode_are_counted(
     text = f"{says} which other ranks have read, cannot be decoded: skipped"
     assert (text in shown.out + shown.err) is bool(says)
     assert "which other ranks" in shown.out + shown.err or not says
-    (options, (called, evaluated_with)) = loaders
+    (of_card, words, options, (called, evaluated_with)) = loaders
+    assert of_card == ("loss", loss)
+    assert words == (2, labels), "a loss may weigh classes by their numbers"
+    assert evaluated_with["loss"].tolerates_broken
+    assert evaluated_with["loader"].broken_seen == [*range(own)]
+    assert evaluated_with["world"] == options["world"]
     assert (options["eval_batch"], options["skip"], options["world"].device) == (4, 5, torch.device("cpu"))
     options["eval_labels"][0] = -1
     assert labels.tolist() == [0, 1, 1], "broken images are marked in a copy"

@@ -698,6 +698,11 @@ def test_a_reference_of_a_line_has_its_value_in_the_words_of_the_job(word: str) 
     assert job.own_words == ("name=test", "batch=32", "model=linear")
 
 
+def test_a_reference_to_all_keys_of_a_block_stays_as_it_is() -> None:
+    words = ("model=resnet50d", "+model.options={a: 1}", "+model.options.b=${input}")
+    assert invoked(*words).overrides == ("name=test", *words)
+
+
 def test_words_without_a_reference_and_removals_stay_as_they_are() -> None:
     words = ("batch=32", "~optimizer.weight_decay", "notes='a=b'", "+model={of_mine: 1}", "metric=[f1]")
     assert invoked(*words).overrides == ("name=test", *words)

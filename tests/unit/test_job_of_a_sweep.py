@@ -74,6 +74,9 @@ def test_a_job_has_the_gpus_that_its_strategy_uses(words: list[str], gpus: int) 
         ("d={x:1},{y:2} d={z:3}", "d={x:1} d={z:3}|d={y:2} d={z:3}"),
         ("d={x:1} d=e,f", "d={x:1} d=e|d={x:1} d=f"),
         ("a=range(0,3) ~b", "a=0 ~b|a=1 ~b|a=2 ~b"),
+        ("+a=1,2 ++b=x", "+a=1 ++b=x|+a=2 ++b=x"),
+        ("a='x,y',z", "a='x,y'|a=z"),
+        ("hydra.sweeper.n=1 a=[1,2],[3]", "hydra.sweeper.n=1 a=[1,2]|hydra.sweeper.n=1 a=[3]"),
     ],
 )
 def test_the_last_word_of_a_key_counts_and_all_that_add_to_it(words: str, expected: str) -> None:

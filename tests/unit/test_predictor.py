@@ -917,6 +917,15 @@ def test_an_image_of_pillow_is_the_frame_and_the_pixels_that_it_has_now(tmp_path
     assert (upright[0].tolist(), upright[-1].tolist()) == ([200] * 4, [0] * 4), "turned as its orientation says"
 
 
+def test_an_image_of_pillow_may_be_of_a_format_that_no_data_set_has(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8), (9, 99, 199)).save(path := tmp_path / "a.tga")
+    how = replace(Digits().preprocessing, image_shape=(3, 8, 8), input_shape=(3, 8, 8))
+    with Image.open(path) as opened:
+        assert stored_image(opened, how)[:, 0, 0].tolist() == [9, 99, 199]
+    with pytest.raises(InputError, match=r"a\.tga cannot be read as an image \("):
+        stored_image(path, how)
+
+
 def test_an_image_of_pillow_can_be_used_again(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), (9, 99, 199)).save(path := tmp_path / "a.png")
     how = replace(Digits().preprocessing, image_shape=(3, 8, 8), input_shape=(3, 8, 8))

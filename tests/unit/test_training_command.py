@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -150,11 +151,11 @@ def test_ranks_of_others_continue_in_the_folder_of_before_and_get_mains(monkeypa
     monkeypatch.setattr("lockstep.launcher.attach.following", lambda: nullcontext(SimpleNamespace(config="config")))
     monkeypatch.setattr(run, "decide_resume", lambda *arguments: arguments)
     monkeypatch.setattr(run, "create_run", lambda resume, lock: (nullcontext("folder"), (resume, lock)))
-    monkeypatch.setattr(run, "start_job", lambda run_dir, job: (run_dir, job))
+    monkeypatch.setattr(run, "start_job", lambda run_dir, job: done.append("started") or (run_dir, job))
     monkeypatch.setattr(run, "load_job", lambda config: f"job of {config}")
     lock = Lock()
     assert run.lead({"a": 1}, "invocation", lock) == ("folder", (({"a": 1}, "invocation", "before"), lock))  # type: ignore[arg-type, comparison-overlap]
-    assert done == ["folder"]
+    assert done == ["folder", "started"], "the others wait for the folder"
     assert run.follow()[1] == "job of config"  # type: ignore[index]
 
 
@@ -252,6 +253,22 @@ def test_a_sweep_of_a_program_runs_in_a_process_of_its_own_which_names_its_folde
     ((objects, _, file),) = held
     assert (objects, file) == ({"model": 3}, "script.py")
     assert not Path(process.words[4]).exists()
+
+
+def test_a_signal_that_comes_while_the_process_of_a_sweep_starts_reaches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def does(words: list[str], environment: dict[str, str]) -> int:
+        Path(environment[SWEEP_FOLDER]).write_text(str(tmp_path))
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    numbers: list[int] = []
+    monkeypatch.setattr(Process, "does", staticmethod(does), raising=False)
+    monkeypatch.setattr(Process, "send_signal", lambda process, number: numbers.append(number))
+    monkeypatch.setattr(sweep, "Fresh", Process)
+    assert sweep.run_sweep(["seed=1,2"], {}, verbose=True) == tmp_path
+    assert numbers == [signal.SIGTERM, signal.SIGKILL], "what still runs at the end is killed"
 
 
 @pytest.mark.parametrize(
