@@ -190,6 +190,20 @@ def test_an_earlier_command_composes_again_with_the_new_overrides_behind_it() ->
     assert components.build("augment", job["augment"]) == CropFlip()
 
 
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("hydra.job.name=x", "the run keeps the override 'hydra.job.name=x', expected keys of a job; remove it"),
+        ("hydra/launcher=basic", "the run keeps the override 'hydra/launcher=basic', expected keys of a job; remove"),
+        ("hydra.job.chdir=true", "'hydra.job.chdir=true': a job stays in the folder of its command; remove hydra"),
+        ("name=\udc80", "'name=\\udc80' is not valid Unicode; write it in UTF-8"),
+    ],
+)
+def test_a_run_folder_keeps_the_keys_of_a_job_alone(word: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
+        composition.recompose(["seed=1", word], (), ConfigFiles())
+
+
 def test_an_option_has_the_name_of_its_class_in_snake_case_and_a_group_of_a_users_the_name_of_no_key() -> None:
     names = {"ResNet18": "res_net18", "SGD": "sgd", "AdamW": "adam_w", "MyNet2Go": "my_net2_go", "x": "x"}
     assert {name: options.name_from(name) for name in names} == names
@@ -387,10 +401,10 @@ def test_what_differs_from_the_defaults_is_the_options_and_then_the_keys() -> No
         for group, name in (item.items() if isinstance(item, dict) else ())
     }
     assert [*options.differences(composed(), choices)] == [*options.differences({}, choices)] == []
-    words = ["seed=3", "optimizer=sgd", "optimizer.momentum=0.5", "metric=[f1]", "metric.f1.average=micro"]
+    words = ["seed=3", "optimizer=sgd", "optimizer.momentum=0.5", "metric=[f1,recall]", "metric.f1.average=micro"]
     rows = [*options.differences(composed(*words, "train.ema=0.9"), {**choices, "optimizer": "sgd"})]
     assert rows == [
-        *(("optimizer", "sgd", "adamw"), ("metric", ["f1"], [])),
+        *(("optimizer", "sgd", "adamw"), ("metric", ["f1", "recall"], [])),
         *(("seed", 3, 0), ("train.ema", 0.9, None), ("optimizer.momentum", 0.5, 0.9)),
         ("metric.f1.average", "micro", "macro"),
     ]

@@ -174,6 +174,9 @@ def test_an_evaluation_is_written_with_its_format_and_shown_in_one_form(
 ) -> None:
     labels = torch.tensor([0, 1])
     evaluations = [Evaluation(card("classes", "a", "b"), [part(labels, labels, torch.ones(2))], {}, {})]
+    command.write_files(tmp_path, {"settings": [{"split": "val"}] * 2}, evaluations, form, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"evaluation.json", "predictions.csv"}
+    capsys.readouterr()
     command.write_files(tmp_path, {"split": "test", "top1": 1.5}, evaluations, form, "-other")
     results, predictions = tmp_path / "evaluation-test-other.json", tmp_path / "predictions-test-other.csv"
     assert results.read_text().endswith("}\n")

@@ -530,7 +530,12 @@ def test_a_model_is_compared_on_the_evaluation_split_of_its_run(
 
 @pytest.mark.parametrize(("side", "crops"), [(7, True), (8, False), (9, False)])
 def test_an_exported_model_takes_what_the_evaluation_sees_where_that_is_smaller(
-    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: int, crops: bool
+    digits: Predictor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    side: int,
+    crops: bool,
 ) -> None:
     exported_models: list[Any] = []
     card = replace(digits.card, input_shape=(1, side, 5), eval_crop=0.875)
@@ -540,6 +545,7 @@ def test_an_exported_model_takes_what_the_evaluation_sees_where_that_is_smaller(
     exporting.export("w", [], kind="torch", pixels="uint8", out=None)
     ((model, stored, _),) = exported_models
     assert stored.shape == (64, 1, *((side, 5) if crops else (8, 8)))
+    assert f"uint8 pixels of shape batch x {f'1x{side}x5' if crops else '1x8x8'} to" in capsys.readouterr().out
     assert model.transforms.preprocessing.eval_crop == (1.0 if crops else 0.875)
 
 

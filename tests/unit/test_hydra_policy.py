@@ -11,9 +11,12 @@ import yaml
 from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
 from helpers import ROOT
@@ -266,6 +269,7 @@ def test_hydra_works_for_lockstep_in_its_own_context_alone_and_has_its_state_aga
     @hydra_policy.own_hydra()
     def of_lockstep() -> None:
         assert hydra_policy.works_for_lockstep()
+        assert not any(kind.instance() is one for kind, one in of_a_program.items())
         assert "of_a_program.yaml" not in ConfigStore.instance().repo
         assert {"hydra", "job.yaml"} <= ConfigStore.instance().repo.keys()
         assert not any(map(OmegaConf.has_resolver, ("of_a_program", "oc.env")))
@@ -277,6 +281,7 @@ def test_hydra_works_for_lockstep_in_its_own_context_alone_and_has_its_state_aga
     ConfigStore.instance().store("of_a_program", {"a": 1})
     hydra_versions.register_resolver("of_a_program", lambda: "secret")
     before, store = GlobalHydra.instance(), ConfigStore.instance()
+    of_a_program: dict[Any, Any] = {kind: kind.instance() for kind in (HydraConfig, JobRuntime, VersionBase)}
     try:
         GlobalHydra.set_instance(Plain())
         assert not hydra_policy.works_for_lockstep()
@@ -284,6 +289,7 @@ def test_hydra_works_for_lockstep_in_its_own_context_alone_and_has_its_state_aga
             of_lockstep()
         assert isinstance(GlobalHydra.instance(), Plain)
         assert ConfigStore.instance() is store
+        assert all(kind.instance() is one for kind, one in of_a_program.items())
         assert OmegaConf.has_resolver("of_a_program")
     finally:
         GlobalHydra.set_instance(before)

@@ -277,7 +277,16 @@ def test_a_key_of_hydra_is_looked_for_among_hydras_and_no_others() -> None:
     ("group", "word"),
     [
         *(("dataset", "plain"), ("dataset", "a\0b"), ("dataset", "a" * 5000), ("", "a" * 5000), ("", "nothing.csv")),
-        *(("loss", "w.pt"), ("model", "no/such"), ("", "no/such"), ("model", "there"), ("", "file.txt"), ("", "")),
+        *(
+            ("dataset", "run"),
+            ("loss", "run"),
+            ("loss", "w.pt"),
+            ("model", "no/such"),
+            ("", "no/such"),
+            ("model", "there"),
+            ("", "file.txt"),
+            ("", ""),
+        ),
     ],
 )
 def test_a_word_that_is_no_path_of_data_or_weights_has_no_proposal(
@@ -286,6 +295,8 @@ def test_a_word_that_is_no_path_of_data_or_weights_has_no_proposal(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "file.txt").touch()
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "config.yaml").touch()
     assert suggest_for_path(group, word) == ""
 
 

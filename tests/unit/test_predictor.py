@@ -953,6 +953,11 @@ def test_arrays_and_tensors_of_the_right_shape_are_not_changed_and_have_their_ch
     larger = replace(how, image_shape=(channels, 12, 14), input_shape=(channels, 12, 14), fit="squash")
     assert stored_image(tensor, larger).shape == (channels, 12, 14)
     assert torch.equal(stored_image(array, larger), stored_image(tensor, larger))
+    levels = torch.arange(10, 10 + 20 * channels, 20, dtype=torch.uint8).view(-1, 1, 1)
+    striped = levels.repeat(1, 6, 7)
+    striped[:, :3] = 0
+    rows = stored_image(striped, larger)[:, [0, -1]]
+    assert torch.equal(rows, torch.cat([torch.zeros_like(levels), levels], 1).expand(rows.shape)), "the top is black"
     array[:] = 0
     copied = stored_image(array, how)
     array[:] = 1
