@@ -344,14 +344,16 @@ def test_each_fold_is_evaluated_on_its_own_images_by_its_own_model(monkeypatch: 
 
 @pytest.mark.parametrize("settings", [0, 1, 2])
 def test_the_settings_of_a_sweep_are_written_together(monkeypatch: pytest.MonkeyPatch, settings: int) -> None:
-    written: list[Any] = []
+    written, passed, world = list[Any](), list[Any](), World.solo()
     monkeypatch.setattr(command, "cross_validations", lambda sweep: [folds(0)] * settings + [folds(1)])
-    monkeypatch.setattr(command, "trials", lambda setting, *_: [*setting.runs])
+    monkeypatch.setattr(command, "trials", lambda setting, *words: passed.append(words) or [*setting.runs])
     monkeypatch.setattr(command, "evaluated", lambda trials, world: None if trials == [1] else "evaluation")
     monkeypatch.setattr(command, "report_folds", lambda setting, evaluation, form: {"of": form})
     monkeypatch.setattr(command, "write_files", lambda *facts, other: written.append((*facts, other)))
     for out in (None, "out"):
-        command.evaluate_folds("sweep", (), World.solo(), None, split="val", out=out, form="json")
+        command.evaluate_folds("sweep", ("x=1",), world, 3, split="val", out=out, form="json")
+        assert passed == [(("x=1",), world, 3)] * (settings + 1)
+        passed.clear()
         one: Any = {"of": "json"}
         results = one if settings == 1 else {"settings": [one] * settings}
         expected = (Path(out or "sweep"), results, ["evaluation"] * settings, "json", "")

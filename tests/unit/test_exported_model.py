@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from helpers import NARROW, train_here
+from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, StorageError
 from lockstep.core.model_card import FITS, VIEWS
 from lockstep.core.run_dir import RunDir
@@ -236,7 +237,7 @@ def without_reading(monkeypatch: pytest.MonkeyPatch, weights: Path, load: Callab
     """Have an export find these weights, whatever it is asked for, and load their model by `load`."""
     monkeypatch.setattr(exporting, "find_weights", lambda path: weights)
     monkeypatch.setattr(exporting, "load_predictor", load)
-    monkeypatch.setattr(exporting, "say_which", lambda file, card: None)
+    monkeypatch.setattr(exporting, "say_which", lambda file, card: log.note(f"of {file.name}"))
 
 
 def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
@@ -263,7 +264,9 @@ def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
         exporting.export("digits", [], kind=kind, pixels=pixels, out=out)
         assert calls.pop() == (64, path, {"kind": kind, "floats": pixels == "float"})
         inputs = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
-        shown, beside = capsys.readouterr().out.splitlines()
+        printed = capsys.readouterr()
+        assert printed.err == "of digits.safetensors\n"
+        shown, beside = printed.out.splitlines()
         assert shown.startswith(
             f"wrote {path}: {inputs} of shape batch x 1x8x8 to logits of 10 classes; on 64 images"
         )
@@ -562,7 +565,7 @@ def test_the_file_for_photos_is_beside_models_of_photos_alone(
 
 
 def test_a_folder_of_timm_is_beside_its_weights_or_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders: list[Any] = []
     weights = tmp_path / "run" / "model.safetensors"
@@ -573,6 +576,7 @@ def test_a_folder_of_timm_is_beside_its_weights_or_where_it_is_asked_for(
         exporting.export("run", [], kind="timm", pixels="uint8", out=out)
         predictor, run, folder = folders.pop()
         assert (predictor.how, run, folder) == ({"device": "cpu", "precision": FP32()}, "the run", target)
+        assert capsys.readouterr().err == "of model.safetensors\n"
 
 
 @pytest.mark.parametrize("pretrained", [True, False])

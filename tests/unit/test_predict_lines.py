@@ -172,13 +172,14 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{number}.png").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "find_weights", Path)
-    monkeypatch.setattr(command, "say_which", lambda file, card: None)
+    monkeypatch.setattr(command, "say_which", lambda file, card: log.note(f"{file} of {card.targets}"))
     serve(Model(), monkeypatch)
     return tmp_path
 
 
 def serve(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
-    monkeypatch.setattr(command, "load_predictor", lambda file, device: model)
+    models = {(Path("run"), "cpu"): model}
+    monkeypatch.setattr(command, "load_predictor", lambda file, device: models[file, device])
     return model
 
 
@@ -235,7 +236,9 @@ def test_the_likeliest_classes_or_the_labels_above_the_threshold_are_told(
 ) -> None:
     serve(Model(targets), monkeypatch)
     predicted(["0.png"], **options)
-    (row,) = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert shown.err == f"run of {targets}\n"
+    (row,) = json.loads(shown.out)
     assert [name["name"] for name in row["classes"]] == names
     for name in row["classes"]:
         assert (name["label"], name["log_odds"]) == (name["label"], 1.0 - name["label"])
