@@ -114,6 +114,8 @@ def test_metrics_are_those_of_the_run_or_else_of_the_task_and_each_by_output(
     chosen, of_each = _metrics(targets, own)
     extra = {CALIBRATION_ERROR} if targets == "classes" else set()
     assert chosen.keys() == {"recall", "x"} | extra
+    assert own.keys() == {"recall", "x"}, "the config of the run stays as it is"
+    assert _metrics(targets, {})[0].keys() == figures, "a run without metrics of its own has those of its task"
     assert chosen["recall"] == own["recall"]
     assert [*of_each] == (["precision", "recall"] if targets == "labels" else ["recall"])
     assert of_each["recall"] == {**own["recall"], "average": "none"}

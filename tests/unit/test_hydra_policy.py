@@ -448,6 +448,44 @@ def test_a_choice_of_a_users_group_is_recorded_as_it_was_typed(
         assert job.hydra.overrides.hydra == [of_hydra]
 
 
+def test_a_file_of_an_extension_chooses_a_plugin_and_sets_it_and_a_strangers_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recipe(folder: Path, **more: Any) -> None:
+        settings = {"sweeper": {"trials": 3}, **more}
+        content = {"defaults": [{"override /hydra/sweeper": "other"}], "hydra": settings}
+        (folder / "experiment").mkdir(parents=True, exist_ok=True)
+        (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{yaml.safe_dump(content)}")
+
+    stored = {"_target_": "plugin.Other", "trials": 1, "folds": 2}
+    ConfigStore.instance().store("other", stored, "hydra/sweeper", provider="other")
+    monkeypatch.setitem(sys.modules, "groups_of_mine", ModuleType("groups_of_mine"))
+    monkeypatch.setattr("lockstep.config.extensions.active", lambda: (Extension("groups_of_mine", "it", tmp_path),))
+    try:
+        recipe(tmp_path / "conf")
+        settings = composed("experiment=mine")
+        assert settings.runtime.choices["hydra/sweeper"] == "other"
+        assert settings.sweeper == {**stored, "trials": 3}
+        assert settings.overrides.hydra == []
+        assert composed("experiment=mine", "hydra.sweeper.folds=5").sweeper == {**stored, "trials": 3, "folds": 5}
+        for more in ({"verbose": True}, {"job": {"env_set": {"A": "b"}}}):
+            recipe(tmp_path / "conf", **more)
+            with pytest.raises(
+                InputError, match=r"^hydra\.(verbose|job\.env_set\.A) is .* in a config file, which may"
+            ):
+                composed("experiment=mine")
+        monkeypatch.setattr("lockstep.config.extensions.active", tuple)
+        recipe(tmp_path / "sent")
+        words = (f"hydra.searchpath=[{tmp_path / 'sent'}]", "experiment=mine")
+        for typed in ((), ("hydra/sweeper=other",)):
+            with pytest.raises(
+                InputError, match=r"^hydra\.sweeper\.trials is 3 in a config file, which may set only "
+            ):
+                composed(*words, *typed)
+    finally:
+        del ConfigStore.instance().repo["hydra"]["sweeper"]["other.yaml"]
+
+
 SOURCES = {
     ("main", "pkg://x"): False,
     ("command-line", "pkg://x"): False,

@@ -342,6 +342,19 @@ def test_a_rank_may_name_the_extensions_of_its_program_again(
     assert sys.path.count(str(tmp_path)) == 1, "what is found needs no other path"
 
 
+def test_of_the_groups_that_a_run_keeps_the_last_choice_counts_with_the_keys_of_the_line(
+    packages: list[str], tmp_path: Path
+) -> None:
+    of_steps = {name: f"{GLOBAL}\nsteps: {steps}\nbatch: 9\n" for name, steps in (("fast", 3), ("slow", 30))}
+    written(tmp_path / packages[0] / "conf" / "debug", {f"{name}.yaml": text for name, text in of_steps.items()})
+    extensions.use(packages[:1])
+    run, files = ["name=x", "debug=fast", "batch=5"], ConfigFiles()
+    with composition.composing():
+        assert composition.overrides_that_fit(run, ["debug=slow"], files) == run
+        both = [composition.recompose(run, words, files) for words in ((), ("debug=slow",), ("batch=6",))]
+    assert [(values["steps"], values["batch"]) for values in both] == [(3, 5), (30, 5), (3, 6)]
+
+
 NO_OPTION = {
     "models/mine.yaml": ("a: 1\n", "'models' is not a config group; put it into conf/GROUP/NAME.yaml, or .* 'model'"),
     "debug/mine.yaml": ("steps: 3\n", f"'debug' is not a config group; .* `{GLOBAL}` if it sets keys of the job"),
