@@ -538,6 +538,7 @@ def test_a_pack_reads_the_source_of_its_words_and_says_what_it_has_and_how_to_tr
         *("batch=1", "dataset=folder", 'dataset.path="photos, mine"', "dataset.decode_size=32", "dataset.skip=2"),
         *("task=multilabel", "seed=1"),
     ]
+    assert packing["packed"] is packing["source"]
     assert packing["who"] == "pack decodes images"
     assert (packing["activity"], packing["total"], packing["advanced"]) == ("packing", 1522, 3)
     assert (packing["target"], packing["threads"], packing["torch"]) == (tmp_path / "out", cores(), 1)
@@ -580,5 +581,6 @@ def test_a_check_reads_the_packed_folder_alone_and_says_that_it_is_whole(
 ) -> None:
     monkeypatch.chdir(target.parent)
     command.pack([], check="target", decode_size=None, skip=None)
-    assert packing["activity"] == "checking"
+    sizes = [file.stat().st_size for file in target.iterdir()]
+    assert (packing["activity"], packing["total"]) == ("checking", sum(sizes))
     assert capsys.readouterr().out == "target is complete: every file matches its sha256\n"
