@@ -932,6 +932,13 @@ def test_a_recipe_keeps_its_keys_for_a_model_that_has_no_file(capsys: pytest.Cap
     typed = composition.composed([*words, "model=linear", "model.pretrained=false"])["model"]
     assert typed["pretrained"] is False, "what is typed is refused, and not left out"
     assert not capsys.readouterr().err
+    words = ["experiment=cifar10_resnet34", "name=x", "schedule=constant", "augment=none", "optimizer=adamw"]
+    several = composition.composed([*words, "dataset=cifar10"])
+    assert (several["optimizer"]["lr"], several["schedule"]["warmup"]) == (0.01, 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "experiment=cifar10_resnet34 sets optimizer.momentum: not for optimizer=adamw",
+        "experiment=cifar10_resnet34 sets schedule.milestones, schedule.gamma: not for schedule=constant",
+    ]
 
 
 @pytest.mark.skipif(IS_13, reason="Hydra 1.3 reads no mode from a line")

@@ -184,7 +184,7 @@ def _without_keys_of_others(plain: dict[str, Any], hydra: Any) -> dict[str, Any]
     if not choices.get(RECIPES):
         return plain
     fitting, typed = dict(plain), {*map(key_of, as_typed(hydra.overrides.task))}
-    for group in ({*GROUPS} - MANY) & typed:
+    for group in [group for group in GROUPS if group in typed - MANY]:
         file, values = CONF / group / f"{choices.get(group)}.yaml", plain[group]
         if isinstance(values, dict) and file.is_file():
             known = {*read_yaml(file), *(key.partition(".")[2] for key in typed)}
