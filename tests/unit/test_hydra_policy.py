@@ -154,6 +154,7 @@ def test_the_command_line_sets_what_runs_no_code() -> None:
     settings = composed(*words, "hydra.run.dir=here", "hydra.verbose=true", "~hydra.callbacks.report")
     assert settings.launcher.jobs == 2
     assert settings.job.env_set == {"A": "b"}
+    assert composed("+hydra.job.env_set={A: b, C: d}").job.env_set == {"A": "b", "C": "d"}
 
 
 CODE = [
@@ -413,6 +414,16 @@ def test_a_file_of_others_moves_the_runs_only_where_the_line_agrees(tmp_path: Pa
             sent(tmp_path, {"output_root": root})
         sent(tmp_path, {"output_root": root}, f"output_root={root}")
         sent(tmp_path, {"output_root": root}, "output_root=/elsewhere/too")
+
+
+def test_a_file_of_an_extension_places_the_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text("# @package _global_\noutput_root: /elsewhere\n")
+    monkeypatch.setitem(sys.modules, "groups_of_mine", ModuleType("groups_of_mine"))
+    monkeypatch.setattr("lockstep.config.extensions.active", lambda: (Extension("groups_of_mine", "it", tmp_path),))
+    assert composed("experiment=mine").runtime.choices.experiment == "mine"
+    with pytest.raises(InputError, match=r"^output_root is '/elsewhere' in a config file or in the run"):
+        composed("experiment=mine", f"hydra.searchpath=[{tmp_path}]")
 
 
 def test_what_a_file_may_not_say_is_refused_with_all_that_it_may(tmp_path: Path) -> None:

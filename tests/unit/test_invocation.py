@@ -49,6 +49,8 @@ def test_a_job_has_the_folder_that_its_command_names(tmp_path: Path, monkeypatch
     assert invoked("hydra.run.dir=here").folder == tmp_path / "here"
     assert invoked("hydra.run.dir=.").folder == tmp_path, "the current folder, because the command says so"
     assert invoked("epochs=3").overrides == ("name=test", "epochs=3")
+    files = f"hydra.searchpath=[{tmp_path}]"
+    assert invoked(files, "epochs=3").configs == ConfigFiles(searchpath=(files,))
 
 
 @pytest.mark.parametrize("sweep", [True, False])
