@@ -134,6 +134,28 @@ def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
             loader.load_sweep_config(master, ["epochs.x=2"])
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("hydra: {verbose: true}", r"^hydra\.verbose is True in a config file, which may set only "),
+        ("output_root: /elsewhere", r"^output_root is '/elsewhere' in a config file or in the run folder"),
+    ],
+)
+def test_a_file_that_a_job_of_a_sweep_chooses_is_checked_as_that_of_one_job(
+    line: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    for name, text in (("sent", f"{line}\n"), ("harmless", "seed: 3\n")):
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        words = [f"hydra.searchpath=[{tmp_path}]", "name=test", "experiment=harmless,sent"]
+        master = loader.load_configuration("config", words, RunMode.MULTIRUN)
+        assert loader.load_sweep_config(master, ["experiment=harmless"]).seed == 3
+        with pytest.raises(InputError, match=sentence):
+            loader.load_sweep_config(master, ["experiment=sent"])
+
+
 def plain(config: DictConfig) -> Any:
     return OmegaConf.to_container(config, resolve=False)
 
