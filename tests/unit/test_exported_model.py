@@ -281,6 +281,11 @@ def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
     first, _, code_below = code.read_text().partition("\n")
     code.write_text(f"{first} of an older version\n")
     exporting.export("digits", [], kind="torch", pixels="uint8", out=None)
+    code.rename(tmp_path / "elsewhere.py")
+    code.symlink_to(tmp_path / "elsewhere.py")
+    with pytest.raises(InputError, match=r"^--out is .*preprocess\.py, "):
+        exporting.export("digits", [], kind="torch", pixels="uint8", out=None)
+    code.unlink()
     code.write_text(f"mine\n{first}\n{code_below}")
     with pytest.raises(InputError, match=r"preprocess\.py is not of lockstep export; rename it"):
         exporting.export("digits", [], kind="torch", pixels="uint8", out=None)
