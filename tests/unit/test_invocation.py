@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra import compose
@@ -765,6 +766,26 @@ def test_all_words_that_add_to_a_list_count_in_each_job() -> None:
     assert jobs_of(words) == [[*words[:2], f"seed={seed}", words[3]] for seed in (1, 2)]
 
 
+def test_a_run_is_composed_again_from_the_files_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compose_nothing(name: str, **options: Any) -> None:
+        composed_from.append((name, *options.values()))
+        raise InputError("no more of it")
+
+    composed_from: list[Any] = []
+    monkeypatch.setattr(composition, "compose", compose_nothing)
+    files = ConfigFiles(name="mine", searchpath=("hydra.searchpath=[/more]",))
+    run = ["seed=1", "model=linear"]
+    with pytest.raises(InputError, match="no more of it"):
+        composition.recompose(run, ("seed=2",), files)
+    with pytest.raises(InputError, match="no more of it"):
+        composition.overrides_that_fit(run, ["model=basicnet", "seed=2"], files)
+    assert composition.overrides_that_fit(run, ["seed=2"], files) == run
+    assert composed_from == [
+        ("mine", ["hydra.searchpath=[/more]", *run, "seed=2"], True),
+        ("mine", ["hydra.searchpath=[/more]", "model=linear"], False),
+    ]
+
+
 def test_of_earlier_words_those_go_whose_option_or_key_is_chosen_anew() -> None:
     earlier = [
         "model=linear",
@@ -795,6 +816,8 @@ def test_a_job_is_no_sweep_and_its_config_has_no_reference_that_was_escaped() ->
         InputError, match=r"^hydra\.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lock"
     ):
         composition.composed(["name=x", "hydra.mode=MULTIRUN"])
+    with pytest.raises(InputError, match=r"^'hydra\.job\.chdir=true': a job stays in the folder of its command; rem"):
+        composition.composed(["name=x", "hydra.job.chdir=true"])
     plain = composition.composed(["name=x", "train.sizes={0: 16, 2: [8,16]}", "tags=[a]"])
     assert plain["train"]["sizes"] == {"0": 16, "2": [8, 16]}
     assert "hydra" not in plain
