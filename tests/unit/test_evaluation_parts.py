@@ -458,11 +458,12 @@ def test_a_split_is_evaluated_with_the_threads_the_metrics_and_the_labels_of_the
     labels = torch.tensor([0, 1, 1])
     examples = {name: part(labels + at).split.examples for at, name in enumerate(("train", "val"))}
     splits = {"train": lambda: examples["train"], "eval": lambda: examples["val"], "test": lambda: None}
-    source = SimpleNamespace(part="folder", read_as=lambda chosen, card: chosen, **splits)
+    read_as = lambda chosen, of: chosen if of is model.card else None  # noqa: E731
+    source = SimpleNamespace(part="folder", read_as=read_as, **splits)
     config, threads, typed = {"metric": {"f1": {}}, "launcher": "node"}, list[int](), list[str]()
     of_data: list[Any] = []
     monkeypatch.setattr(command, "data_of", lambda *words: of_data.append(words) or source)
-    monkeypatch.setattr(command, "with_sizes", lambda data, card: data)
+    monkeypatch.setattr(command, "with_sizes", lambda data, of: data if of is model.card else None)
     monkeypatch.setattr(command, "with_targets", lambda data, of: typed.append(of) or data)
     monkeypatch.setattr(command, "check_data", lambda model, data: torch.tensor([5, 7, 9]))
     monkeypatch.setattr(command, "cores", lambda: 4)

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from helpers import composed
 from lockstep.cli.needs import kind, needs_of
 from lockstep.cli.run import run_job
+from lockstep.config.components import build_job
 from lockstep.config.composition import Invocation, jobs_of
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
@@ -141,6 +142,16 @@ def test_a_job_without_a_gpu_has_the_cores_of_the_machine_or_the_threads_of_its_
 ) -> None:
     for of_job in (job(*words), job("device=cpu", *words, machine=Needs(gpus=2, cores=4))):
         assert (of_job.cores, of_job.gpus, of_job.submits, of_job.kind) == (expected, 0, False, "")
+
+
+def test_a_job_is_built_with_the_objects_of_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    built_with: list[object] = []
+    monkeypatch.setattr(
+        "lockstep.cli.needs.components.build_job",
+        lambda values, objects: built_with.append(objects) or build_job(values),
+    )
+    needs_of(OmegaConf.create({**composed(), "hydra": {"sweep": {"dir": "no-sweep"}}}), CPU, {"model": "net"})
+    assert built_with == [{"model": "net"}]
 
 
 def test_a_job_for_a_cluster_takes_nothing_here() -> None:

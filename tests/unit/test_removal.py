@@ -100,6 +100,12 @@ def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     load_predictor(run.path, device="cpu")
 
 
+def test_as_many_of_the_newest_stay_as_are_to_be_kept(run: RunDir) -> None:
+    best = {int(path.name[5:]) for path in best_scored(candidates(run.checkpoints), 1)}
+    assert {*cleaned(run, keep=3)} == {8, 6, 4} | best
+    assert {*cleaned(run, keep=2)} == {8, 6} | best
+
+
 def test_a_damaged_newest_checkpoint_does_not_count(run: RunDir) -> None:
     (run.checkpoints / "step-00000008" / "state.pt").write_bytes(b"")
     assert 6 in cleaned(run)

@@ -242,6 +242,7 @@ def test_a_sweep_of_a_program_runs_in_a_process_of_its_own_which_names_its_folde
     STARTED.clear()
     monkeypatch.setattr(Process, "does", staticmethod(does), raising=False)
     monkeypatch.setattr(sweep, "Fresh", Process)
+    monkeypatch.setattr(sweep.extensions, "of_program", lambda: {("loss", "mine"): dict})
     monkeypatch.setenv("OF_THE_USER", "yes")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     assert sweep.run_sweep(["seed=1,2"], {"model": 3}, verbose=verbose) == tmp_path / "sweep"
@@ -250,8 +251,7 @@ def test_a_sweep_of_a_program_runs_in_a_process_of_its_own_which_names_its_folde
     assert (process.words[3], process.words[5:]) == (str(os.getpid()), ["seed=1,2"])
     assert process.environment.items() >= {"PYTHONSAFEPATH": "1", "OF_THE_USER": "yes"}.items()
     assert process.options == {"stdin": subprocess.DEVNULL, "stdout": None if verbose else subprocess.DEVNULL}
-    ((objects, _, file),) = held
-    assert (objects, file) == ({"model": 3}, "script.py")
+    assert held == [({"model": 3}, {("loss", "mine"): dict}, "script.py")]
     assert not Path(process.words[4]).exists()
 
 
