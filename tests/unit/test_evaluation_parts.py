@@ -511,10 +511,14 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return folders
 
 
-def test_the_data_of_a_run_are_those_of_its_job_and_nothing_is_fetched(tmp_path: Path, fetched: list[str]) -> None:
+def test_the_data_of_a_run_are_those_of_its_job_and_nothing_is_fetched(
+    tmp_path: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_dir(tmp_path / "run", "dataset=mnist", "data_root=/theirs", "dataset.limit=7")
     source: Any = command.data_of(run, ())
     assert (type(source).__name__, source.root, source.limit, fetched) == ("MNIST", "/theirs", 7, [])
+    monkeypatch.setattr(command.components, "build_stored", lambda group, node: f"{group} of {node['_target_']}")
+    assert command.data_of(run, ()) == "dataset of lockstep.data.datasets.MNIST", "of the version of the run"  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize(
@@ -768,6 +772,15 @@ def test_the_labels_of_an_example_their_shares_and_their_odds_have_a_column_each
         },
         {"sample": "1", "true cat": "0", "true dog": "1", **dict.fromkeys(columns, ""), "fold": "3"},
     ]
+
+
+def test_the_class_of_an_example_has_its_probability_and_the_odds_of_every_class() -> None:
+    labels, predicted, shares = torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor([0.75, 0.5])
+    own_part = part(labels, predicted, shares, torch.tensor([[1.0, -1.0], [-0.25, 0.25]]))
+    columns = ("sample", "label", "predicted", "probability", "log-odds cat", "log-odds dog")
+    rows = [("0", "dog", "cat", "0.75", "1", "-1"), ("1", "cat", "dog", "0.5", "-0.25", "0.25")]
+    lines = [*Evaluation(card("classes", "cat", "dog"), [own_part], {}, {}).lines()]
+    assert lines == [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def test_the_images_of_a_class_are_counted_over_all_parts() -> None:
