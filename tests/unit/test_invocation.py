@@ -749,6 +749,13 @@ def test_a_word_without_an_effect_is_refused_behind_others_that_have_one(word: s
         check_hydra_overrides(words, sweep=sweep)
 
 
+def test_a_pattern_of_names_is_each_option_that_hydra_has() -> None:
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        jobs = jobs_of(["schedule=glob(co*)", "seed=1"], loader)
+    assert jobs == [[f"schedule={name}", "seed=1"] for name in ("constant", "cosine")]
+
+
 def test_an_interval_is_its_two_ends_in_a_search_and_refused_in_other_sweeps() -> None:
     words = ["seed=1,2", "optimizer.lr=interval(0.1,0.5)", "model=linear"]
     assert jobs_of(words, searches=True) == [

@@ -441,12 +441,13 @@ def test_the_report_of_a_sweep_with_jobs_is_written_when_it_is_due(
     ended = callbacks.SweepCallbacks()
     ended.began, ended.handled = 100.0, None
     monkeypatch.setattr("lockstep.report.listener.is_due", is_due)
+    monkeypatch.chdir(tmp_path.parent)
     monkeypatch.setattr("lockstep.report.sweep_page.write_sweep_report", lambda of: of.folder / "report.html")
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: 107.0)
     node = {"hydra": {"sweep": {"dir": str(tmp_path)}}, "telemetry": {"report": "auto"}}
     ended.on_multirun_end(OmegaConf.create(node))
     assert questions == [("auto", 7.0)] * bool(jobs)
-    assert capsys.readouterr().out == f"report: {tmp_path}/report.html\n" * (bool(jobs) and due)
+    assert capsys.readouterr().out == f"report: {tmp_path.name}/report.html\n" * (bool(jobs) and due)
     submitted: Calls = []
     monkeypatch.setattr(callbacks, "submit_all", lambda *arguments: submitted.append(arguments))
     replaced: Any = replace(Identity(), words=("x",))
