@@ -425,7 +425,8 @@ def test_a_node_names_the_declared_classes_of_an_extension_and_nothing_else_of_i
 ) -> None:
     monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
     package = packages[0]
-    written(tmp_path, {f"{package}/nets.py": MODULE})
+    late = MODULE.replace("flat_of_mine", "late_of_mine")
+    written(tmp_path, {f"{package}/nets.py": MODULE, f"{package}/late.py": late})
     for module in (f"{package}.nets", f"{package}.nets.deeper", package):
         assert not extensions.import_extension(module)
     extensions.use(packages)
@@ -433,6 +434,8 @@ def test_a_node_names_the_declared_classes_of_an_extension_and_nothing_else_of_i
     assert {module: extensions.import_extension(module) for module in imported} == imported
     cls = extensions.class_of("model", f"{package}.nets.Flat")
     assert (cls.__module__, cls.__qualname__) == (f"{package}.nets", "Flat")
+    assert f"{package}.late" not in sys.modules
+    assert extensions.class_of("model", f"{package}.late.Flat") is options.declared("model")["late_of_mine"]
     for group, name in (
         ("model", "Undeclared"),
         ("model", "nn.Flatten"),
