@@ -610,7 +610,7 @@ def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(
     monkeypatch.setattr(module.host, "cores", lambda: 8)
     options: dict[str, Any] = {"only": "one-device", "scripts": [], "form": "table"}
     words = [*JOB, "device=cpu", f"output_root={tmp_path}"]
-    for ranks, repeats in ((2, 1), (2, 100), (8, 1)):
+    for ranks, repeats in ((None, 1), (2, 1), (2, 100), (8, 1)):
         ladder(words, ranks=ranks, repeats=repeats, **options)
         assert capsys.readouterr().out.startswith("1 setup, ")
     assert len([*(tmp_path / "ladders").iterdir()]) == 2, "more repeats go on with the same ladder"

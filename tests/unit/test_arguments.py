@@ -14,6 +14,7 @@ from lockstep.cli.arguments import ONE_PROCESS, arguments, parsers
 from lockstep.config.commands import OF_RUN
 from lockstep.config.composition import without_keys
 from lockstep.core.errors import InputError, LockstepError, StorageError
+from lockstep.diagnostics.doctor import LOOK_S
 from lockstep.diagnostics.ladder import OF_RUNGS
 from lockstep.diagnostics.lr_find import OF_TEST, lr_find
 from lockstep.diagnostics.prove import OF_RUNS
@@ -292,8 +293,8 @@ def test_the_command_alone_shows_its_help(
 # What stands in brackets behind the help of an argument, where no line shows it: the command decides it later.
 DECIDED_LATER = {
     *("a GPU if there is one", "the run or sweep, or the current folder", "the run's evaluation split"),
-    *("next to the weights", "score, best first", "stop after 30 s", "show.png in the current folder"),
-    *("lr-find.svg in output_root", "2,3,4, or up to the number of GPUs", "MNIST", "GPUs, or CPU cores", "all"),
+    *("next to the weights", "score, best first", f"stop after {LOOK_S:g} s", "show.png in the current folder"),
+    *("lr-find.svg in output_root", "2,3,4, or up to the number of GPUs", "MNIST", "GPUs, or 2", "all"),
 }
 LATER = {"--top": "3", "--threshold": "0.5", "--size": "256", "--skip": "0"}
 

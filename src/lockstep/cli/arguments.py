@@ -245,7 +245,7 @@ def _before_training(commands: Any) -> None:
     )
     _rest(doctor, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
     doctor.add_argument("-m", "--multirun", action="store_true", help="treat the overrides as a sweep")
-    doctor.add_argument("--all", dest="everything", action="store_true", help="check every image [stop after 30 s]")
+    doctor.add_argument("--all", dest="everything", action="store_true", help="check every image [stop after 16 s]")
     _forms(doctor, "json")
     show = commands.add_parser(
         "show",
@@ -294,7 +294,7 @@ def _comparing_ways(commands: Any) -> None:
         "memory and results. Rerun the command to resume.",
     )
     _rest(ladder, "overrides", "OVERRIDE", "as for `lockstep train` [MNIST]")
-    ladder.add_argument("--ranks", type=int, metavar="N", help="number of ranks [GPUs, or CPU cores]")
+    ladder.add_argument("--ranks", type=int, metavar="N", help="number of ranks [GPUs, or 2]")
     ladder.add_argument(
         "--repeat", dest="repeats", type=int, default=3, metavar="N", help="repeats of each setup [3]"
     )
