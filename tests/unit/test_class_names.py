@@ -135,6 +135,12 @@ def test_a_class_may_be_spelled_in_two_ways(tmp_path: Path, train: str, val: str
     assert folder.train().fetch([0, 1])[:, 0, 0, 0].tolist() == [1, 0]
 
 
+def test_images_of_a_class_with_two_folders_are_in_the_order_of_the_names_of_these(tmp_path: Path) -> None:
+    write(tmp_path, f"train/{NFC}/0.png", f"train/{NFD}/2.png", "train/b/1.png", f"train/{NFD}/1.png", "val/b/0.png")
+    levels = Folder(path=str(tmp_path), decode_size=8).train().fetch([*range(4)])[:, 0, 0, 0].tolist()
+    assert levels == [2, 3, 1, 0], "an e with an accent behind it comes before an e with one"
+
+
 def test_a_resume_compares_the_order_of_the_classes() -> None:
     numbers = [str(number) for number in range(12)]
     lexical = {"class_names": sorted(numbers)}

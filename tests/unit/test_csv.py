@@ -50,6 +50,12 @@ def test_a_table_has_paths_labels_and_splits(root: Path) -> None:
     assert (levels(apart.train()), levels(apart.eval())) == ([10, 20], [30]), "with empty lines between them"
 
 
+def test_a_table_may_be_a_link_and_its_paths_are_below_the_folder_of_the_link(root: Path, tmp_path: Path) -> None:
+    (root / "list.csv").rename(tmp_path / "sub" / "kept.csv")
+    (root / "list.csv").symlink_to(tmp_path / "sub" / "kept.csv")
+    assert levels(source(root).train()) == [10, 20]
+
+
 @pytest.mark.parametrize("between", [";", "\t", ", "])
 def test_other_columns_separators_and_absolute_paths_work(root: Path, between: str) -> None:
     (root / "elsewhere").mkdir()

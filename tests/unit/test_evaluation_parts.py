@@ -561,9 +561,17 @@ def test_a_weights_file_is_told_to_name_data() -> None:
         )
 
 
-@pytest.mark.parametrize(("skipped", "own", "says"), [(3, 1, "2 more images,"), (2, 1, "1 more image,"), (1, 1, "")])
+@pytest.mark.parametrize(
+    ("skipped", "own", "says", "allowed"),
+    [(3, 1, "2 more images,", 5), (2, 1, "1 more image,", 5), (1, 1, "", 5), (0, 0, "", 0)],
+)
 def test_images_that_other_ranks_could_not_decode_are_counted(
-    skipped: int, own: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    skipped: int,
+    own: int,
+    says: str,
+    allowed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     loaders: list[Any] = []
 
@@ -589,7 +597,7 @@ def test_images_that_other_ranks_could_not_decode_are_counted(
     )
     monkeypatch.setattr(scoring, "EvalLoader", loader)
     monkeypatch.setattr(scoring, "evaluate_model", evaluate_model)
-    monkeypatch.setattr(type(split.examples), "skip", 5)
+    monkeypatch.setattr(type(split.examples), "skip", allowed)
     assert scoring.evaluate_blocks(model, split, World.solo("meta"), ["observer"]) == {"loss": 2.0}  # type: ignore[list-item]
     shown = capsys.readouterr()
     text = f"{says} which other ranks have read, cannot be decoded: skipped"
@@ -602,11 +610,14 @@ def test_images_that_other_ranks_could_not_decode_are_counted(
     assert evaluated_with["loader"].broken_seen == [*range(own)]
     assert evaluated_with["world"] == options["world"]
     assert (options["eval_batch"], options["skip"], options["world"].device) == (4, 5, torch.device("cpu"))
+    (options, (called, evaluated_with)) = loaders
+    assert (options["eval_batch"], options["skip"], options["world"].device) == (4, allowed, torch.device("cpu"))
     options["eval_labels"][0] = -1
     assert labels.tolist() == [0, 1, 1], "broken images are marked in a copy"
     assert (called, evaluated_with["views"], evaluated_with["observers"]) == ("model", 6, ["observer"])
     assert (evaluated_with["transforms"], evaluated_with["precision"]) == ("transforms", "precision")
     assert isinstance(evaluated_with["task"], Multiclass)
+    assert evaluated_with["loss"].tolerates_broken is (allowed > 0)
 
 
 def observed(targets: str, probabilities: str, logits: torch.Tensor, labels: torch.Tensor) -> scoring.Predicted:
@@ -710,6 +721,23 @@ def test_the_figures_of_all_parts_weigh_each_image_alike(monkeypatch: pytest.Mon
     assert result.parts[1].figures[CALIBRATION_ERROR] == 25.0
     assert words == [("evaluating", 1), ("evaluating fold=3 seed=2", 3)]
     assert scoring.evaluated([], World.solo()) is None
+
+
+@pytest.mark.parametrize(("probabilities", "confidence"), [("softmax", 1 / (1 + math.exp(-2))), ("sigmoid", 0.5)])
+def test_the_scores_are_of_the_probabilities_of_the_model(
+    probabilities: str, confidence: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate_blocks(model: Any, split: EvaluatedSplit, world: World, observers: Any) -> dict[str, float]:
+        logits = torch.tensor([[0.0, -2.0]])
+        for observer in observers:
+            observer.update(EvaluationBlock(logits, logits, best_classes(logits), split.labels, torch.zeros(1), 0))
+        return {"loss": 0.0, "top1": 100.0, "top5": 100.0}
+
+    monkeypatch.setattr(scoring, "evaluate_blocks", evaluate_blocks)
+    own = SimpleNamespace(**vars(card("classes", "a", "b")), probabilities=probabilities, step=1)
+    result = scoring.evaluated([(SimpleNamespace(card=own), part(torch.tensor([0])).split)], World.solo())  # type: ignore[list-item]
+    assert result is not None
+    assert result.figures[CALIBRATION_ERROR] == pytest.approx(100 * (1 - confidence))
 
 
 def test_an_evaluation_is_on_the_device_and_with_the_threads_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,8 @@ def test_a_part_of_a_model_that_is_called_like_a_wrapper_keeps_its_name(tmp_path
     trained, model = (nn.ModuleDict({"net": nn.ModuleDict({"fc": nn.Linear(2, 2)})}) for _ in range(2))
     state = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}
     torch.save(state, tmp_path / "a.pth")
-    assert load_start(model, tmp_path / "a.pth") == ""
+    (tmp_path / "link.pth").symlink_to("a.pth")
+    assert load_start(model, tmp_path / "link.pth") == ""
     assert all(map(torch.equal, model.state_dict().values(), trained.state_dict().values()))
 
 
@@ -253,7 +254,8 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_a_file_that_is_not_read_is_named_without_torchs_advice_to_run_it(tmp_path: Path, kind: str) -> None:
     write, reason = UNREADABLE[kind]
-    write(file := tmp_path / "a.pth")
+    write(tmp_path / "a.pth")
+    (file := tmp_path / "link.pth").symlink_to("a.pth")
     with pytest.raises(InputError) as raised:
         load_start(nn.Linear(2, 2), file)
     sentence = str(raised.value)

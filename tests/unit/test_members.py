@@ -61,6 +61,14 @@ def test_shards_are_read_in_any_order(shards: Path) -> None:
     assert "2" in source.notes()[1]
 
 
+def test_shards_may_be_links(shards: Path, tmp_path: Path) -> None:
+    (linked := tmp_path / "linked").mkdir()
+    for file in shards.glob("*.tar"):
+        (linked / file.name).symlink_to(file)
+    source = WebDataset(path=str(linked), decode_size=8)
+    assert (levels(source, [0, 1, 2]), source.train().labels.tolist()) == ([10, 20, 30], [0, 1, 0])
+
+
 def test_shards_that_moved_are_the_same_and_others_are_not(shards: Path, tmp_path: Path) -> None:
     here = WebDataset(path=str(shards)).fingerprint()
     shutil.copytree(shards, tmp_path / "moved", ignore=shutil.ignore_patterns("moved"))

@@ -305,6 +305,9 @@ def test_a_thread_keeps_more_threads_than_cores_unless_a_variable_says_when_they
     monkeypatch.setattr(sys, "platform", "darwin")
     with guest.sleeping_soon():
         assert (teams, holders()) == ([], []), "another library has the threads"
+    with suppress(ZeroDivisionError), guest.sleeping_soon():
+        raise ZeroDivisionError
+    assert holders() == []
 
 
 @pytest.mark.parametrize(("threads", "can"), [(0, False), (1, True), (2, False)])

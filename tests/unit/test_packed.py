@@ -430,6 +430,14 @@ def test_a_packed_set_may_be_a_folder_of_links(target: Path, tmp_path: Path) -> 
     assert torch.equal(Packed(path=str(linked)).eval().images, Packed(path=str(target)).eval().images)
 
 
+def test_a_manifest_of_many_names_is_read_although_it_is_longer_than_a_text(target: Path, tmp_path: Path) -> None:
+    path = copied(target, tmp_path) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["classes"] = [name.ljust(2**17, "x") for name in manifest["classes"]]
+    path.write_text(json.dumps(manifest))
+    assert packed.read_manifest(path.parent).classes == (*manifest["classes"],)
+
+
 def test_a_check_reads_the_labels_also_where_their_hash_is_right(target: Path, tmp_path: Path) -> None:
     path = copied(target, tmp_path)
     content = np.array([0, 1, 2, 3, *[0] * 5], "<i8").tobytes()

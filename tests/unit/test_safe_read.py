@@ -1,6 +1,7 @@
 """Reading untrusted files: no kind of file, no size and no content makes the reader wait, crash or accept it."""
 
 import errno
+import json
 import os
 import pickle
 import socket
@@ -9,15 +10,18 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.checkpoint import files
 from lockstep.config import components
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
-from lockstep.core.run import read_overrides
+from lockstep.core.figures import Predictions
+from lockstep.core.run import Run, read_overrides
 from lockstep.core.safe_read import (
     LINE_LIMIT,
     UnreadableFile,
@@ -276,6 +280,20 @@ def test_json_has_the_limit_and_the_links_that_its_reader_allows(tmp_path: Path)
         assert len(read_json(path, safe_read.MB, links=links)) == safe_read.MOST_TEXT_BYTES
     with pytest.raises(UnreadableFile, match="is a symbolic link"):
         read_json(tmp_path / "link", safe_read.MB)
+
+
+def test_files_that_name_each_class_may_be_longer_than_a_text(tmp_path: Path) -> None:
+    name = "x" * safe_read.MOST_TEXT_BYTES
+    facts = {"identity": {"name": name}, "progress": {"step": 1}}
+    (checkpoint := tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (checkpoint / "facts.json").write_text(json.dumps(facts))
+    (checkpoint / "model.safetensors").touch()
+    (checkpoint / "manifest.json").write_text(files.manifest_text(checkpoint))
+    assert files.read_facts(checkpoint) == facts
+    assert Run(tmp_path).identity == {"name": name}
+    empty: Any = dict.fromkeys(("examples", "predicted", "hits", "confusion", "curves", "worst"), ())
+    (predictions := Predictions(step=1, names=[name], **empty)).write(tmp_path / "validation.json")
+    assert Predictions.read(tmp_path / "validation.json").names == predictions.names
 
 
 def test_what_is_no_text_is_told_by_its_first_byte_and_a_name_without_its_end(tmp_path: Path) -> None:

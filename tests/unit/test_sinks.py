@@ -668,6 +668,8 @@ def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_ord
     images = torch.rand(6, 3, 5, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
     whole = fingerprints(images)
     assert whole.dtype == torch.int64
+    words = images.flatten(1).numpy().view(np.int32 if dtype == torch.float32 else np.int64).astype(np.int64)
+    assert whole.tolist() == (words * np.arange(1, 2 * words.shape[1], 2)).sum(1).tolist()
     assert torch.equal(torch.cat([fingerprints(images[at : at + 1]) for at in range(6)]), whole)
     assert torch.equal(fingerprints(images.contiguous(memory_format=torch.channels_last)), whole)
     changed = images.clone()
