@@ -166,6 +166,16 @@ def test_a_batch_that_nobody_typed_is_at_most_the_split_and_has_its_own_rate(
     assert (note in capsys.readouterr().err) is is_smaller
 
 
+@pytest.mark.parametrize("sweep", [True, False])
+def test_a_job_is_resolved_with_the_checkpoint_that_it_resumes(sweep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    resolve, checkpoint = prepare.resolve, Path("run", "checkpoints", "step-00000001")
+    monkeypatch.setattr(Resume, "checkpoint", checkpoint)
+    monkeypatch.setattr(prepare, "resolve", lambda job, **how: (calls.append(how), resolve(job, sweep=False))[1])
+    checked_job(resume_of(*SMALL), sweep=sweep)
+    assert calls == [{"sweep": sweep, "resumed": checkpoint}]
+
+
 def test_a_job_is_checked_again_with_the_batch_that_fits_its_images() -> None:
     resume = resume_of(*SMALL, "dataset.examples=10", "train.repeats=4")
     job = checked_job(resume)

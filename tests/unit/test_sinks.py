@@ -188,6 +188,14 @@ def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path,
     assert [(row["step"], row["val_top1"]) for row in rows(path)] == [("10", "10"), ("20", "20"), ("30", "99")]
 
 
+def test_rows_below_a_header_that_no_table_has_are_kept(tmp_path: Path) -> None:
+    (path := tmp_path / "metrics.csv").write_bytes(b"step,epoch,\rval_top1\n10,1,50\n")
+    table = table_of(path, 10.5)
+    table.write(20, {"acc/val_top1": 99.0})
+    table.end("completed")
+    assert [row["step"] for row in rows(path)] == ["10", "20"]
+
+
 def events(folder: Path) -> EventAccumulator:
     """The events that TensorBoard reads from a folder."""
     return EventAccumulator(str(folder)).Reload()
@@ -1318,6 +1326,21 @@ def test_wandb_gets_the_figures_before_a_resume_where_it_keeps_files_alone(
     run = loggers.WandB(mode=typed).build(info)
     assert fake.logged == [(2, {"loss/train": 0.5})] * copies
     assert len(run.commands) == copies
+
+
+def test_each_event_file_is_closed_though_the_one_before_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: EventFile) -> None:
+        self.file.close()
+        raise OSError("the disk is odd")
+
+    sink = tensorboard(tmp_path)
+    sink.write(1, {"loss/train": 1.0, "loss/val_ema": 0.5})
+    monkeypatch.setattr(EventFile, "close", refuse)
+    sink.end("completed")
+    assert [file.file.closed for file in sink.files.values()] == [True] * 3
+    assert capsys.readouterr().out.count("TensorBoard's file cannot be written") == 1
 
 
 def test_why_tensorboard_or_a_tracker_is_left_out_is_said(

@@ -192,6 +192,7 @@ def test_main_observes_with_its_callbacks_the_loggers_that_log_and_then_those_th
     monkeypatch.setattr(build_observers.sinks, "CsvTable", lambda *values: ("table", values))
     monkeypatch.setattr(build_observers.sinks, "PredictionsFile", lambda path: ("predictions", path))
     run.start_summary(run="abc", monitor="top1")
+    (tmp_path / "sweep.json").write_text('{"swept": ["batch"]}')
     observers = Observers("a callback", names=["my/b"])  # type: ignore[arg-type]
     plan, model = plan_of(job, 40), nn.ReLU()
     state: Any = SimpleNamespace(model=model)
@@ -203,7 +204,7 @@ def test_main_observes_with_its_callbacks_the_loggers_that_log_and_then_those_th
     tags = ["loss/val", *(f"metric/{name}" for name in ("map", "f1", "subset_accuracy")), "my/b"]
     assert (info.run_dir, info.plan, info.step, info.after, info.id) == (run, plan, 4, 4.5, "abc")
     assert (info.config, info.model, info.tags, info.log) == ({"batch": 10}, model, tags, observers.log)
-    assert info.hyperparameters[:2] == (job, World.solo())  # type: ignore[index]
+    assert info.hyperparameters == (job, World.solo(), {"batch": "10"})  # type: ignore[comparison-overlap]
     latest = {"loss/train": 3.0, "optim/lr": 0.5}
     assert table == ("table", (run.table, plan, 4.5, latest, tags))  # type: ignore[comparison-overlap]
     assert predictions == ("predictions", run.validation)  # type: ignore[comparison-overlap]
