@@ -2043,15 +2043,18 @@ def test_a_fork_begins_with_stops_held_and_the_pool_hears_them_again(
 
     process = SimpleNamespace(start=start)
     monkeypatch.setattr(pool, "Fork", lambda target: process)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     values: Any = (begun, job(0), Share())
-    if fails:
-        with pytest.raises(OSError, match="no process"):
-            pool.forked(*values)
-    else:
-        assert pool.forked(*values) is process  # type: ignore[comparison-overlap]
+    try:
+        if fails:
+            with pytest.raises(OSError, match="no process"):
+                pool.forked(*values)
+        else:
+            assert pool.forked(*values) is process  # type: ignore[comparison-overlap]
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | {signal.SIGUSR1}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} <= held[0]
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 def test_a_fresh_job_has_no_input_and_its_output_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,9 +195,15 @@ def test_a_fresh_interpreter_that_has_ended_leaves_no_open_file() -> None:
 @pytest.fixture
 def sent() -> Iterator[list[int]]:
     """The signals that a launcher passes on; its own handlers are those of before at the end."""
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGTSTP)
-    yield []
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGTSTP)) == before
+    numbers = (signal.SIGTERM, signal.SIGTSTP, signal.SIGUSR2)
+    before = [signal.signal(number, lambda number, frame: None) for number in numbers]
+    own = [*map(signal.getsignal, numbers)]
+    try:
+        yield []
+        assert [*map(signal.getsignal, numbers)] == own
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_stop_reaches_the_ranks_and_a_second_interrupt_kills_them(clock: Clock, sent: list[int]) -> None:
@@ -377,6 +383,16 @@ def test_ranks_start_with_the_number_of_their_launcher_and_with_stops_held_back(
             assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == held
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    own = before | {signal.SIGUSR1}
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, own)
+        with pytest.raises(KeyError), spawn._starting():
+            raise KeyError
+        assert LAUNCHER not in os.environ
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == own
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_a_fresh_rank_knows_its_place_whatever_the_environment_of_its_launcher_says(

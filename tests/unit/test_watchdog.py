@@ -158,7 +158,8 @@ def test_a_second_interrupt_ends_a_rank_at_once(monkeypatch: pytest.MonkeyPatch)
 def test_a_program_has_its_files_its_wakeup_and_its_handler_back_after_a_rank() -> None:
     ends = os.pipe()
     os.set_blocking(ends[1], False)
-    before, handler = signal.set_wakeup_fd(ends[1]), signal.getsignal(signal.SIGUSR2)
+    before, earlier = signal.set_wakeup_fd(ends[1]), signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    handler = signal.getsignal(signal.SIGUSR2)
     try:
         files = len([*Path("/proc/self/fd").iterdir()])
         with Watchdog(0, timeout=60.0, stop=StopRequest(), file=sys.stderr, record_error=lambda error, places: None):
@@ -167,6 +168,7 @@ def test_a_program_has_its_files_its_wakeup_and_its_handler_back_after_a_rank() 
         assert signal.getsignal(signal.SIGUSR2) is handler
     finally:
         signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR2, earlier)
         for end in ends:
             os.close(end)
 
