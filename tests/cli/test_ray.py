@@ -215,14 +215,18 @@ class Ray(ModuleType):
 def test_a_cluster_is_joined_and_one_that_starts_here_has_no_dashboard(
     address: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, ray = signal.getsignal(signal.SIGTERM), Ray(monkeypatch)
+    ray, before = Ray(monkeypatch), signal.signal(signal.SIGTERM, lambda number, frame: None)
+    own = signal.getsignal(signal.SIGTERM)
     monkeypatch.setenv("RAY_worker_niceness", "5")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place = address and address.format(server.getsockname()[1])
-        launcher(address=place)._connect()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            place = address and address.format(server.getsockname()[1])
+            launcher(address=place)._connect()
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
     usual = {"log_to_driver": False, "logging_level": "ERROR"}
     assert ray.calls == [(place or "local", {**usual, **({} if address else {"include_dashboard": False})})]
-    assert signal.getsignal(signal.SIGTERM) is before
     assert [value for name, value in os.environ.items() if name.endswith("_niceness")] == ["5"], "as the user says"
 
 

@@ -427,7 +427,8 @@ def test_published_weights_are_asked_for_by_their_name_and_only_where_they_are_w
         name, options = calls.pop()
         assert name == option.name
         assert options == {**usual, "pretrained": bool(option.pretrained), **more}
-    assert Timm(name="resnet18", options=(own := {"block_args": {}})).build(7, (3, 8, 8))
+    own: dict[str, Any] = {"block_args": {}}
+    assert Timm(name="resnet18.a1_in1k", pretrained=True, drop_path_rate=0.5, options=own).build(7, (3, 8, 8))
     assert own == {"block_args": {}}
 
 
