@@ -4,6 +4,7 @@ import gc
 import re
 import resource
 import sys
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -185,9 +186,12 @@ def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory"), torch.OutOfMemoryError("odd")])
 def test_memory_that_has_run_out_is_no_error_of_a_trial(error: Exception) -> None:
     def fail() -> None:
-        raise error
+        activations = torch.ones(2)
+        raise error if len(activations) else AssertionError
 
     assert dry_run.unless_out_of_memory(fail) is None
+    (frame,) = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is fail.__code__]
+    assert frame.f_locals == {}, "the error may be kept, and the activations not"
     error = RuntimeError("odd")
     with pytest.raises(RuntimeError, match="odd"):
         dry_run.unless_out_of_memory(fail)

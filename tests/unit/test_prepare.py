@@ -15,10 +15,11 @@ import yaml
 from helpers import FAKE, composed, resolved, run_dir
 from lockstep.config import components, composition
 from lockstep.config.composition import ConfigFiles, Invocation
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.plan import Averaging, Plan
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import Lock
 from lockstep.job import prepare
 from lockstep.job.prepare import check_code, checked_job, fitted_to_images, job_folder, job_here, note_changes
@@ -399,6 +400,21 @@ def test_of_a_refused_job_neither_a_diff_nor_a_lock_is_left(tmp_path: Path) -> N
         raise InputError("no")
     assert {file.read_text() for file in (earlier.code_diff, earlier.environment, earlier.lock)} == {"earlier"}
     assert not earlier.config.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("full"), UnreadableFile(Path("a"), "is a pipe"), OSError("odd")], ids=repr
+)
+def test_a_refusal_is_told_though_what_the_job_wrote_stays(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    run = RunDir.at(tmp_path / "run")
+    monkeypatch.setattr(prepare, "remove_empty", refuse)
+    with pytest.raises(InputError, match=r"^the model does not fit$"), job_folder(run, {run.config: "text"}):
+        raise InputError("the model does not fit")
 
 
 def test_the_config_that_a_resume_compares_is_gone_while_the_overrides_are_written(

@@ -34,7 +34,7 @@ def test_a_large_layer_alone_has_nothing_to_compute_again() -> None:
     assert [type(layer) in (nn.Linear, nn.Sequential) for layer in model] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_and_statistics_are_the_same_to_the_bit(name: str, momentum: float | None) -> None:
     torch.manual_seed(0)
@@ -55,6 +55,7 @@ def test_gradients_and_statistics_are_the_same_to_the_bit(name: str, momentum: f
         assert torch.equal(one.grad, other.grad)
     assert all(map(torch.equal, model.buffers(), again.buffers()))
     assert model.state_dict().keys() == again.state_dict().keys()
+    assert {norm.momentum for norm in again.modules() if isinstance(norm, BatchNorm)} <= {momentum}
 
 
 def test_a_block_runs_twice_in_training_alone_with_its_own_weights() -> None:

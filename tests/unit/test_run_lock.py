@@ -116,6 +116,21 @@ def test_a_file_that_another_job_removes_while_locked_is_no_lock(path: Path, mon
         assert os.path.samestat(os.fstat(lock.file), path.stat()), "else a third job could lock a new file"
 
 
+def test_the_file_of_a_lock_is_gone_before_another_job_can_have_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(file: Path) -> None:
+        with pytest.raises(BlockingIOError), locked(file):
+            pass
+        remove(file)
+
+    (lock := Lock()).take(path)
+    remove = Path.unlink
+    monkeypatch.setattr(Path, "unlink", unlink)
+    lock.close()
+    assert not path.exists()
+
+
 def test_the_end_of_a_job_leaves_the_lock_of_another_one(path: Path) -> None:
     lock = Lock()
     lock.take(path)
