@@ -497,6 +497,20 @@ def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) 
     assert same(load_file(run.weights), best), "a later save tries it again"
 
 
+def test_checkpoints_that_are_to_go_do_so_although_the_newest_cannot_be_named(run: RunDir) -> None:
+    target = writer(run, keep=1, keep_best=0)
+    run.last.mkdir()  # in the place of the name
+    for step in (1, 2):
+        save(target, step)
+        target.wait()
+        assert target.failure
+        assert steps_left(run) == [step]
+    run.last.rmdir()
+    save(target, 3)
+    target.close()
+    assert (run.last.read_text(), steps_left(run)) == ("step-00000003", [3])
+
+
 def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
     run: RunDir, full_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

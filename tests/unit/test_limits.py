@@ -110,6 +110,7 @@ def test_the_memory_is_what_the_nearest_limit_leaves(
         ("0::/", {"cpu.max": "20000 100000"}, 1),
         ("0::/pod/c", {"pod/c/cpu.max": "max 100000", "pod/cpu.max": "300000 100000"}, 3),
         ("0::/pod/c", {"pod/c/cpu.max": "400000 100000", "pod/cpu.max": "6400000 100000"}, 4),
+        ("0::/pod/c", {"pod/c/cpu.max": "400000 100000", "pod/cpu.max": "300000 100000"}, 3),
         ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 64),
         ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "500000", "cpu/a/cpu.cfs_period_us": "100000"}, 5),
         ("3:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),

@@ -212,17 +212,19 @@ def test_a_stop_reaches_the_ranks_and_a_second_interrupt_kills_them(clock: Clock
     assert sent == [signal.SIGTERM], "the terminal may have sent the ranks the same signal"
     sent.clear()
 
-    def interrupt_twice() -> None:
+    def interrupt_twice(error: Exception) -> None:
         with forwarding(sent.append) as request:
             request.repeat()
             signal.raise_signal(signal.SIGINT)
             clock.now += 2 * AGAIN_S
             signal.raise_signal(signal.SIGINT)
-            raise LockstepError("rank 0 was killed")
+            raise error
 
     with pytest.raises(Interrupted):
-        interrupt_twice()
+        interrupt_twice(LockstepError("rank 0 was killed"))
     assert sent == [signal.SIGTERM, signal.SIGKILL]
+    with pytest.raises(ZeroDivisionError):  # a defect is told as one
+        interrupt_twice(ZeroDivisionError())
 
 
 @pytest.mark.parametrize(("exit_code", "says"), [(75, None), (-9, "rank 3 was ended by SIGKILL, probably because")])
