@@ -27,6 +27,7 @@ from lockstep.config import components
 from lockstep.config.options import value_text
 from lockstep.core import console, log
 from lockstep.core.errors import InputError
+from lockstep.core.fields import Role
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
@@ -322,6 +323,26 @@ def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys
     assert "A  done  1.00 % top-1  " in table(capsys)
     compare([str(first), str(second)], by=[], sort=None, form="json")
     assert len(json.loads(table(capsys))) == 7
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        (Role.rounding, [("config, to rounding", "optimizer.lr")]),
+        (Role.identity, [("config", "optimizer.lr"), ("config", "optimizer.lr before a resume")]),
+    ],
+)
+def test_what_a_key_changes_is_what_the_options_of_its_run_say(
+    role: Role, expected: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "a", "optimizer.lr=0.1", score=1.0)
+    run(tmp_path / "b", "optimizer.lr=0.3", "optimizer.lr=0.2", score=1.0)
+    both = read_runs(tmp_path)
+    configs = [of.composed for of in both]
+    monkeypatch.setattr(
+        "lockstep.report.compare.role_of", lambda key, values=None: role if values in configs else Role.display
+    )
+    assert [(row["cause"], row["key"]) for row in causes(both)] == expected
 
 
 def test_what_a_recipe_sets_is_a_cause_and_no_line_of_its_own(tmp_path: Path) -> None:
