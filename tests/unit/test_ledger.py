@@ -244,6 +244,7 @@ def test_the_memory_of_a_job_is_that_of_its_summary_and_a_job_of_another_rate_is
     assert memory_of_job(Ledger(tmp_path), job(0, state=State.failed)) is None
     of = {"seed": 1, "optimizer": {"lr": 0.1, "momentum": 0.9}, "batch": 8, "sweep": {"retry": False}}
     assert kind(of) == kind({**of, "seed": 2, "optimizer": {"lr": 0.2, "momentum": 0.9}, "sweep": {"retry": True}})
+    assert kind(of) == kind(dict(reversed(of.items())))
     assert kind(of) != kind({**of, "batch": 16})
 
 
