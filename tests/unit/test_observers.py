@@ -81,7 +81,7 @@ def test_a_figure_that_waits_is_written_at_its_step_before_a_checkpoint_and_befo
     assert writing.calls == [last], "no empty line"
 
 
-@pytest.mark.parametrize("value", ["nan", None, [1, 2], "text", torch.ones(2)], ids=str)
+@pytest.mark.parametrize("value", ["nan", None, [1, 2], "text", torch.ones(2), torch.ones(1, device="meta")], ids=str)
 def test_a_figure_is_a_number_and_declared(value: Any) -> None:
     observers = Observers(names=("my/scalar",))
     with pytest.raises(InputError, match="the figure 'my/other' is not declared"):

@@ -1153,6 +1153,20 @@ def test_the_reports_of_a_sweep_are_of_the_jobs_that_have_a_folder_and_are_all_w
     assert "wrote sweep/report.html\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError, KeyError, AttributeError, OSError, OverflowError])
+def test_a_part_of_a_page_that_fails_leaves_the_others(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run: Run) -> None:
+        raise error
+
+    monkeypatch.setattr("lockstep.report.run_page._headline", fail)
+    run = RunDir.at(tmp_path / "run")
+    facts = facts_of(Run(run.path))
+    says = f"headline in {run.path} is damaged, or of another version ({error.__name__})"
+    assert (facts["headline"], facts["notes"]) == ((), [says])
+
+
 def test_a_page_says_what_of_a_run_is_damaged_and_what_was_its_error(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     run.summary.write_text(json.dumps({"checklist": [{"item": "workers"}], "error": "it broke"}))
