@@ -60,6 +60,7 @@ from lockstep.records.runs import (
     read_single,
     run_folders,
     setting,
+    settings,
     welch,
 )
 from lockstep.records.tables import _difference, column_of_figure, columns_of_keys, errors_of, job_numbers
@@ -343,6 +344,21 @@ def test_what_a_key_changes_is_what_the_options_of_its_run_say(
         "lockstep.report.compare.role_of", lambda key, values=None: role if values in configs else Role.display
     )
     assert [(row["cause"], row["key"]) for row in causes(both)] == expected
+
+
+def test_a_key_that_changes_nothing_by_the_options_of_its_run_is_no_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "a", "optimizer.lr=0.1", "seed=3", score=1.0)
+    (of,) = read_runs(tmp_path)
+    config = of.composed
+    roles = {"seed": Role.sample, "optimizer.lr": Role.display}
+    monkeypatch.setattr(
+        "lockstep.records.runs.role_of",
+        lambda key, values=None: roles.get(key, Role.identity) if values == config else Role.identity,
+    )
+    of_run = settings(of)
+    assert (of_run["seed"], "optimizer.lr" in of_run) == ("3", False)
 
 
 def test_what_a_recipe_sets_is_a_cause_and_no_line_of_its_own(tmp_path: Path) -> None:

@@ -442,6 +442,8 @@ def test_a_line_that_is_as_wide_as_the_terminal_loses_no_figure() -> None:
     whole = in_line(columns, None)
     assert in_line(columns, whole.cell_len).plain == whole.plain
     assert in_line(columns, whole.cell_len - 1).plain == in_line(columns[:2], None).plain
+    alike = [FigureColumn(name, "1", "", 3) for name in "abc"]
+    assert in_line(alike, in_line(alike, None).cell_len - 1).plain == in_line(alike[1:], None).plain, "the first"
 
 
 def test_the_bar_is_the_share_of_the_steps_or_of_the_evaluation_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
