@@ -151,6 +151,9 @@ def test_a_key_of_an_option_of_a_users_has_the_role_that_its_class_says(monkeypa
     monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
     assert {key: role_of(key, config) for key in expected} == expected
     assert fields_with("strategy", Mine(), Role.rounding) == {"buckets", "shards"}
+    chosen = {"strategy": {**config["strategy"], "shown": True, "dropped": 0.5, "buckets": 3}}
+    assert identity_of(chosen) == {"strategy.dropped": 0.5}
+    assert values_with(chosen, Role.display) == {"strategy.shown": True}
 
 
 @pytest.mark.parametrize("group", sorted(MANY))
