@@ -174,8 +174,10 @@ def test_a_run_of_before_is_continued_and_a_changed_default_is_named_with_its_ov
 
 
 def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
-    values = decided("batch=auto", "name=test", batch="auto").values
+    decision = decided("batch=auto", "name=test", batch="auto")
+    values, composed = decision.values, decision.composed
     assert (values["batch"], values["train"]["micro_batches"]) == (64, "auto")
+    assert (composed["batch"], composed["train"]["micro_batches"]) == ("auto", 1), "as it was typed"
     same = decided("batch=auto", "name=test", "train.micro_batches=auto", batch="auto").values
     assert (same["batch"], same["train"]) == (64, values["train"])
     with pytest.raises(InputError, match=r"batch=auto chooses train\.micro_batches, which is 4; remove one"):

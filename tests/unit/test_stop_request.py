@@ -47,6 +47,11 @@ def test_one_interrupt_that_arrives_twice_saves_and_a_later_one_does_not(monkeyp
     now += AGAIN_S
     exactly.take(signal.SIGINT)
     assert exactly.force, "it counts from `AGAIN_S` on"
+    ended = after_a_step()
+    ended.ask("enough")
+    now += 2 * AGAIN_S
+    ended.take(signal.SIGINT)
+    assert not ended.force, "a stop of the run's own is no interrupt"
     polite = after_a_step()
     for _ in range(3):
         now += 2 * AGAIN_S

@@ -225,6 +225,12 @@ def test_without_groups_blocks_are_children_and_large_layers() -> None:
     assert list(blocks(model)) == [block, large]
 
 
+def test_each_process_gives_a_parameter_to_the_same_rank() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(40)][::-1]
+    optimizer = ZeROOptimizer(torch.optim.SGD(parameters, lr=0.1), world(2))
+    assert [optimizer.owners[parameter] for parameter in parameters] == [0, 1] * 20, "in the order of the model"
+
+
 def test_parameters_go_to_the_rank_that_has_least() -> None:
     parameters = [torch.zeros(size) for size in (1, 5, 3, 4)]
     assert list(assign(parameters, 2).values()) == [0, 0, 1, 1]
@@ -375,7 +381,7 @@ def test_strict_keeps_the_running_statistics_of_the_first_shard() -> None:
     for value in (2.0, 6.0):
         replica(torch.full((2, 1), value)).sum().backward()
         replica.add_shard()
-    replica.finish()
+    Strict().reduce(replica)
     assert (norm.running_mean.item(), int(norm.num_batches_tracked)) == (2, 1)
 
 
@@ -402,9 +408,9 @@ def test_strict_adds_each_gradient_once_in_one_order_on_every_number_of_ranks(
     def summed(world: World) -> list[float]:
         replica = TreeReplica(nn.Linear(3, 1, bias=False))
         for shard in shards.chunk(ranks)[world.rank]:
-            replica.module.weight.grad = shard[None].clone()
-            replica.add_shard()
-        replica.finish()
+            with Strict(shards=8).accumulate(replica, last=False):
+                replica.module.weight.grad = shard[None].clone()
+        Strict(shards=8).reduce(replica)
         return replica.module.weight.grad[0].tolist()
 
     assert ThreadRanks(ranks, monkeypatch).run(summed) == [expected.tolist()] * ranks
