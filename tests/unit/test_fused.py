@@ -14,8 +14,10 @@ from lockstep.optim.fused import KERNELS, fused
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.1}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
     "adam": (Adam, {"lr": 0.1, "weight_decay": 0.01}),
     "adamw": (AdamW, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}),
+    "uphill": (AdamW, {"lr": 0.1, "maximize": True}),
 }
 # What may happen after a step, by name: it gets the model, the optimizer and the number of the step.
 EVENTS: dict[str, Callable[[nn.Module, Optimizer, int], object]] = {
@@ -73,6 +75,7 @@ def test_only_the_first_step_is_torchs(name: str, monkeypatch: pytest.MonkeyPatc
     optimizer.step()
     assert not torch.equal(parameter, before)
     assert {kind for kind, _ in OPTIMIZERS.values()} == set(KERNELS), "every kernel is compared"
+    assert type(optimizer) is fused(original), "each class is made once"
 
 
 @pytest.mark.parametrize("original", [Adam, AdamW, SGD])

@@ -1,12 +1,14 @@
 """Muon: orthogonal updates for matrices, Nesterov steps for all other parameters, the same decay for both."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
 import torch
 from torch import nn
 
+from lockstep.optim import muon
 from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
 from lockstep.optim.optimizers import AdamW
 from lockstep.training.train_step import set_learning_rate
@@ -81,6 +83,36 @@ def test_the_iteration_in_bfloat16_ends_as_near_to_one(shape: tuple[int, int, in
     singular = torch.linalg.svdvals(result.double())
     assert result.dtype == torch.bfloat16
     assert 0.6 < singular.min() <= singular.max() < 1.3
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    is_cuda: Any = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "inner"),
+    [
+        (OnGpu, torch.float32, torch.bfloat16),
+        (OnGpu, torch.bfloat16, torch.bfloat16),
+        (OnGpu, torch.float64, torch.float64),
+        (torch.Tensor, torch.float32, torch.float32),
+        (torch.Tensor, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_a_gpu_multiplies_in_bfloat16_unless_it_is_in_float64_and_the_result_has_the_format_of_the_update(
+    kind: type[torch.Tensor], dtype: torch.dtype, inner: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = list[torch.dtype]()
+
+    def iterated(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
+        formats.append(matrices.dtype)
+        return newton_schulz(matrices, iterations)
+
+    monkeypatch.setattr(muon, "newton_schulz", iterated)
+    (result,) = orthogonalised([torch.randn(4, 6, dtype=dtype).as_subclass(kind)], 5)
+    assert (formats, result.dtype) == ([inner], dtype)
 
 
 def test_inner_convolutions_and_linear_layers_are_matrices_and_the_last_one_is_the_head() -> None:

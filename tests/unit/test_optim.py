@@ -343,6 +343,20 @@ def test_sam_without_a_closure_steps_as_sgd_and_leaves_out_what_has_no_gradient(
     assert moved[4]
 
 
+def test_sam_stands_still_where_there_is_no_slope() -> None:
+    optimizer = SAM(lr=0.5, rho=0.5).build(model := nn.Linear(2, 1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def closure() -> float:
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return 0.0
+
+    assert optimizer.step(closure) == 0
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

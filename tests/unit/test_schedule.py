@@ -169,6 +169,8 @@ def test_parts_that_make_no_run_are_refused(parts: list[str], says: str) -> None
         (["linear"], True),
         (["linear:100%"], True),
         (["linear:50%", "cosine:50%"], True),
+        (["linear:16.1%", "constant:48.2%", "cosine:35.7%"], True),  # as floats they add up to a little more
+        (["linear:50%", "cosine:51%"], False),
         (["linear:50", "cosine:50%"], False),
         (["linear:5ep", "cosine:5ep"], False),
         (["linear:final:0.5"], True),
@@ -241,6 +243,10 @@ def test_a_part_of_a_chain_ends_with_the_run() -> None:
         [1, 2 / 3, 1 / 3]
     )
     assert [chain.factor(step, replace(PLAN, total_steps=7), ()) for step in (5, 6, 7)] == pytest.approx([0.2, 1, 1])
+    later = Chain(parts=["constant:1", "linear:5", "constant"])  # its second part is cut by what the first one took
+    assert [later.factor(step, replace(PLAN, total_steps=4), ()) for step in (1, 2, 3, 4)] == pytest.approx(
+        [1, 1, 2 / 3, 1 / 3]
+    )
 
 
 @pytest.mark.parametrize(
