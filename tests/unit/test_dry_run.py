@@ -5,6 +5,7 @@ import re
 import resource
 import sys
 import traceback
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,23 +31,24 @@ from thread_ranks import ThreadRanks
 
 
 @pytest.mark.parametrize(
-    ("seconds", "batch", "tried", "rate"),
+    ("seconds", "batch", "ranks", "tried", "rate"),
     [
-        ([3.0, 0.1, 0.7, 0.5], 64, [8, 64], 64 / 0.5),
-        ([3.0, 0.2], 64, [8], 8 / 0.2),
-        ([3.0, 0.125], 64, [8], 64.0),  # all of them take a second
-        ([3.0, 0.0625, 3.0, 0.25], 9, [8, 9], 36.0),
-        ([3.0, 0.0625], 8, [8], 128.0),
-        ([3.0, 0.0625], 4, [4], 64.0),
+        ([3.0, 0.1, 0.7, 0.5], 64, 1, [8, 64], 64 / 0.5),
+        ([3.0, 0.1, 0.7, 0.5], 127, 2, [8, 64], 64 / 0.5),
+        ([3.0, 0.2], 64, 1, [8], 8 / 0.2),
+        ([3.0, 0.125], 64, 1, [8], 64.0),  # all of them take a second
+        ([3.0, 0.0625, 3.0, 0.25], 9, 1, [8, 9], 36.0),
+        ([3.0, 0.0625], 8, 1, [8], 128.0),
+        ([3.0, 0.0625], 4, 1, [4], 64.0),
     ],
 )
 def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long_and_of_no_first_step(
-    monkeypatch: pytest.MonkeyPatch, seconds: list[float], batch: int, tried: list[int], rate: float
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], batch: int, ranks: int, tried: list[int], rate: float
 ) -> None:
     examples, times = list[int](), iter(seconds)
     monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: examples.append(count))
     monkeypatch.setattr(dry_run, "timed", lambda step, device: next(times))
-    assert training_rate(resolved(f"batch={batch}"), World.solo()) == rate
+    assert training_rate(resolved(f"batch={batch}"), replace(World.solo(), size=ranks)) == rate
     assert (examples, next(times, None)) == (tried, None)
 
 
@@ -176,6 +178,25 @@ def test_a_trial_trains_the_layers_that_thaw_in_the_run(monkeypatch: pytest.Monk
     assert (thawed, frozen) == (len(list(states[0].model.parameters())), 2)
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_a_trial_computes_on_images_of_the_shape_and_the_formats_of_the_run(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, build = list[torch.Tensor](), dry_run.build_state
+
+    def building(*arguments: Any) -> Any:
+        state = build(*arguments)
+        state.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        return state
+
+    monkeypatch.setattr(dry_run, "build_state", building)
+    words = ("model=test_resnet", "dataset=fake", "dataset.size=16", "train.size=[32,24]", "augment=standard")
+    dry_run_step(resolved(*words, "precision=bf16", f"model.channels_last={last}"), World.solo(), 5)()
+    images = seen[-1]
+    assert (images.shape, images.dtype) == ((5, 3, 32, 24), torch.bfloat16)
+    assert images.is_contiguous(memory_format=torch.channels_last) == last
+
+
 def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -229,6 +250,24 @@ def test_whether_a_step_fits_changes_no_random_number_and_no_number_of_threads(a
     assert fits(resolved("batch=8", "model.dropout=0.5", "device=cpu"), World.solo(), 8, 0.0, apart=apart)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_trial_after_a_failure_is_in_a_thread_of_its_own_and_leaves_no_garbage(
+    apart: bool, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, collected = list[bool](), list[str]()
+
+    def step() -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        if not room:
+            raise MemoryError
+
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, examples: step)
+    monkeypatch.setattr(dry_run.gc, "collect", lambda: collected.append("collect"))
+    assert fits(resolved("device=cpu"), World.solo(), 8, 0.0, apart=apart) == room
+    assert (threads, collected) == ([not apart], ["collect"])
 
 
 # A global batch of 64 is 22 examples on the largest of three shards.
@@ -311,12 +350,20 @@ def train() -> None:
 def test_a_rank_that_ran_out_of_memory_is_told_what_fits(
     place: Any, room: int, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dry_run, "fits", lambda job, world, examples, held_gb, apart: apart and examples <= room)
-    job = resolved("batch=130", "train.micro_batches=2", "train.eval_batch=100", "device=cpu", "launcher.ranks=1")
+    events = list[str]()
+
+    def fits(job: Any, world: World, examples: int, held_gb: float, apart: bool) -> bool:
+        events.append("trial")
+        return apart and examples <= room
+
+    monkeypatch.setattr(dry_run, "fits", fits)
+    monkeypatch.setattr(dry_run, "keep_freed_memory", lambda world, *, keep: events.append(f"keep={keep}"))
+    job = resolved("batch=130", "train.micro_batches=2", "train.eval_batch=101", "device=cpu", "launcher.ranks=1")
     with pytest.raises(MemoryError) as caught:
         place()
     state = build_state(job, WORLD, plan_of(job, 1442), lambda number: torch.zeros(number, *job.train_shape))
     assert re.search(sentence, str(oom_advice(caught.value, job, WORLD, state, 7)))
+    assert events[:2] == ["keep=False", "trial"] * (place is train), "there is room for a trial"
 
 
 def out_of_memory(*words: str, place: Any = train, changed: Any = None) -> str:
@@ -396,8 +443,10 @@ def test_a_run_that_ran_out_of_memory_makes_room_for_the_trial_of_what_fits(
 
     def train(self: train_step.TrainStep, shard: Any, **options: Any) -> None:
         if shard.step == 2:
+            self._compute_gradients(shard, measures_norm=False)
+            activations = torch.zeros(numbers)
             most.append(tensors())
-            raise MemoryError
+            raise MemoryError(len(activations))
         return whole(self, shard, **options)
 
     whole = train_step.TrainStep.update
@@ -407,5 +456,5 @@ def test_a_run_that_ran_out_of_memory_makes_room_for_the_trial_of_what_fits(
     with pytest.raises(LockstepError, match=r"train\.micro_batches=2 fits"):
         train_here(tmp_path / "run", *job, "train.ema=0.9", "optimizer=adamw", "steps=3", "schedule=constant")
     before, after = most
-    assert before >= 4, "the weights, their average, and two of the optimizer"
+    assert before >= 6, "the weights, their gradient, their average, two of the optimizer, and an activation"
     assert after == 0
