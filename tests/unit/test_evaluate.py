@@ -75,7 +75,7 @@ def scores(model: nn.Module, source: Any, **options: Any) -> Any:
         model,
         task=Multiclass(),
         loss=MaskedLoss(built, tolerates_broken=val.skip > 0),
-        loader=EvalLoader(world=world, eval_batch=block, **feed),
+        loader=EvalLoader(world=options.get("of_loader", world), eval_batch=block, **feed),
         transforms=DeviceTransforms.of(
             source.preprocessing, CropFlip(), device=world.device, precision=precision, seed=0
         ),
@@ -152,6 +152,15 @@ def test_an_example_has_the_same_number_on_any_number_of_ranks(block: int, monke
 
     by_rank = ThreadRanks(3, monkeypatch).run(numbered)
     assert by_rank[0] | by_rank[1] | by_rank[2] == dict(enumerate(source.eval().labels.tolist()))
+
+
+def test_the_numbers_of_examples_are_dealt_to_the_ranks_that_share_the_loader() -> None:
+    source = Fake(examples=160, classes=10, channels=1, size=8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+    solo, predictions = World.solo(), Numbered()
+    stage: Any = SimpleNamespace(rank=2, size=3, device=solo.device, sum=lambda tensor: tensor)
+    scores(model, source, block=7, world=stage, of_loader=solo, observers=(predictions,))
+    assert predictions.labels == dict(enumerate(source.eval().labels.tolist()))
 
 
 class Labels(Metric):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from helpers import losses, train_here, weights
+from helpers import losses, records, train_here, weights
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.models.nets import MaxPoolTo
 from lockstep.training import experiment, graph_step, train_step
@@ -47,12 +47,20 @@ def run(folder: Path, *overrides: str, stop_at: int | None = None) -> Path:
     return train_here(folder, *job, *overrides, stop_at=stop_at).path
 
 
+def figures(folder: Path) -> list[dict[str, float]]:
+    """What a run has logged of its steps, besides what depends on the clock."""
+    lines = [{key: value for key, value in line.items() if not key.startswith(CLOCK)} for line in records(folder)]
+    return [line for line in lines if line.keys() - {"step"}]
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     expected = weights(other)
     assert losses(one) == losses(other)
+    assert figures(one) == figures(other)
     assert not [name for name, value in weights(one).items() if not torch.equal(value, expected[name])]
 
 
+CLOCK = ("time", "perf/", "cpu/", "gpu/")
 MIXED = ("train.micro_batches=3", "train.clip_norm=0.5", "train.mixup=0.4", "train.cutmix=1")
 
 

@@ -139,20 +139,22 @@ def test_an_observer_that_fails_at_the_end_leaves_the_others_their_end(where: st
 def test_a_resume_cuts_the_samples_of_each_rank_that_is_gone_once(
     tmp_path: Path, rank: int, size: int, cut: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, files = RunDir.at(tmp_path / "run"), list[tuple[Path, int]]()
+    run, files, closed = RunDir.at(tmp_path / "run"), list[tuple[Path, float]](), list[Path]()
     for other in range(5):
         run.rank_samples(other).touch()
 
-    def samples(path: Path, step: int) -> Any:
+    def samples(path: Path, step: float) -> Any:
         files.append((path, step))
-        return SimpleNamespace(close=lambda: None)
+        return SimpleNamespace(close=lambda: closed.append(path))
 
     monkeypatch.setattr(build_observers, "Samples", samples)
     job: Any = SimpleNamespace(telemetry=SimpleNamespace(samples=True))
     world = World.solo()
     place: Any = SimpleNamespace(**{**vars(world), "rank": rank, "size": size})
-    assert build_observers._samples(job, run, place, Progress(step=6)) is not None
+    progress = Progress(step=6, scores=[(6, 1.0)])
+    assert build_observers._samples(job, run, place, progress) is not None
     assert sorted(files) == [(run.rank_samples(other), 6) for other in cut]
+    assert sorted(closed) == [run.rank_samples(other) for other in cut if other != rank], "its own stays open"
     job.telemetry.samples = False
     assert build_observers._samples(job, run, place, Progress(step=6)) is None
 
@@ -242,6 +244,48 @@ def test_every_moment_reaches_every_observer_with_its_values() -> None:
     for name, values in moments.items():
         getattr(observers, name)(*values)
     assert calls == [(number, name, values) for name, values in moments.items() for number in (1, 2)]
+
+
+class Noting:
+    """A lock that keeps when it is taken and given back."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def __enter__(self) -> None:
+        self.events.append("taken")
+
+    def __exit__(self, *_: object) -> None:
+        self.events.append("given back")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("write", (3, {"loss/train": 1.0})),
+        ("write_gpu", (3, {"gpu": 1.0})),
+        ("evaluated", (3, {"top1": 1.0}, True)),
+        ("flush", ()),
+        ("end", ("completed",)),
+    ],
+)
+def test_one_thread_at_a_time_is_in_the_observers(name: str, values: tuple[Any, ...]) -> None:
+    events = list[str]()
+    inner: Any = SimpleNamespace(**{name: lambda *_: events.append("within")})
+    observers = Observers(inner)
+    observers.lock = Noting(events)  # type: ignore[assignment]
+    getattr(observers, name)(*values)
+    assert (events[0], events[-1]) == ("taken", "given back")
+    depths = [1 if event == "taken" else -1 for event in events[: events.index("within")]]
+    assert sum(depths) > 0, "it holds the lock"
+
+
+def test_a_figure_that_another_thread_logs_waits_for_a_write() -> None:
+    events = list[str]()
+    observers = Observers(names=("my/a",))
+    observers.lock = Noting(events)  # type: ignore[assignment]
+    observers.log("my/a", 1)
+    assert events == ["taken", "given back"]
 
 
 @pytest.mark.parametrize(

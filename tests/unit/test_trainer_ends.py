@@ -157,6 +157,66 @@ def test_a_mean_has_the_statistics_of_whole_blocks_and_frozen_norms_keep_theirs(
     assert average.request == (frozen, sizes, len(sizes))
 
 
+def test_a_mean_has_statistics_of_the_images_of_its_epoch_as_they_are_augmented_at_its_step() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    average = Renewed(model, 0.9)
+    average.norms, average.images = [(average.module[0], model[0])], 9
+    trainer = trainer_of(model, World.solo(), steps=9, ema=average)
+    requests, places = list[Any](), list[Any]()
+
+    def blocks_of_epoch(epoch: int, number: int) -> list[Any]:
+        requests.append((epoch, number))
+        steps = [SimpleNamespace(step=4), SimpleNamespace(step=5)]
+        return [SimpleNamespace(images="images", epoch=7, indices=f"block {at}", steps=steps) for at in (1, 2)]
+
+    ranks = SimpleNamespace(rank=1, size=3)
+    trainer.loader = SimpleNamespace(world=ranks, eval_batch=2, blocks_of_epoch=blocks_of_epoch)  # type: ignore[assignment]
+    own: Any = SimpleNamespace(memory_format="a format", augmented=lambda *parts: parts)
+    trainer.transforms = own
+    trainer.between_blocks = lambda *place: places.append(place)  # type: ignore[method-assign]
+    renewed = list[Any]()
+    average.renew_statistics = lambda *parts: renewed.extend((*parts[:1], [*parts[1]], *parts[2:]))  # type: ignore[method-assign]
+    trainer._renew_statistics(4)
+    frozen, blocks, number, forward, world = renewed
+    assert requests == [(1, 4)], "an epoch has two steps, and a block of nine images would be short"
+    assert blocks == [("images", 7, f"block {at}", 4) for at in (1, 2)]
+    assert places == [(1, 2), (2, 2)], "of four blocks three ranks have two each"
+    assert (frozen, number, world) == ((), 4, ranks)
+    assert forward.keywords == {"precision": trainer.step.precision, "memory_format": "a format", "views": 1}
+
+
+class Agreeing:
+    """A consensus that keeps what it is sent, and its end."""
+
+    can_wait = False
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def agree(self, *requests: bool, busy: float) -> list[bool]:
+        self.events.append((requests, busy))
+        return [*requests]
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_the_ranks_agree_on_a_stop_and_on_a_late_checkpoint_and_finish_their_messages(stops: bool) -> None:
+    trainer = trainer_of(network(), World.solo(), steps=2, every=dict.fromkeys(RARELY, 9))
+    events = trainer.telemetry.events
+    trainer.consensus = Agreeing(events)  # type: ignore[assignment]
+    trainer.telemetry.stragglers.busy = 0.25  # type: ignore[misc]
+    trainer.checkpointer.is_overdue = True  # type: ignore[attr-defined]
+    trainer.stop.requested = stops
+    trainer.stop.begun = True
+    fitted(trainer)
+    sent = [((stops, True), 0.25)] * (1 if stops else 2)
+    assert [event for event in events if event[0] not in ("log", "eval", "save") and event != "closed"] == sent
+    last = [event if event == "closed" else event[0] for event in events[-3:]]
+    assert last[-2:] == (["closed", "save"] if stops else ["save", "closed"])
+
+
 @pytest.mark.parametrize("event", RARELY)
 def test_a_step_that_is_exactly_due_is_due_once_and_the_last_one_always(event: str) -> None:
     name = {"log_every": "log", "eval_every": "eval", "save_every": "save"}[event]
