@@ -336,6 +336,7 @@ BALANCED, WEIGHTS = "train.sampling=balanced", f"loss.class_weights={[1.0] * 10}
         ((BALANCED, WEIGHTS), "cpu", False, [f"{BALANCED} balances the classes already"]),
         (("precision=bf16",), "cuda:0", False, ["some kernels of a GPU add in an order"]),
         (("repro=strict",), "cuda:0", False, []),
+        (("model.compile=true",), "cpu", False, []),
     ],
 )
 def test_a_run_has_the_notes_of_its_own_limits_alone(

@@ -125,6 +125,8 @@ def test_every_rank_is_told_which_rank_has_other_data(other: int, monkeypatch: p
     ranks = ThreadRanks(3, monkeypatch)
     orders = [{"examples": 10, "seed": 0}, {"seed": 0, "examples": 10}]
     ranks.run(lambda world: check_same_data(orders[world.rank % 2], world))
+    facts = [("examples", 10), ("seed", 0)]  # in any order
+    ranks.run(lambda world: check_same_data(dict(facts[:: -1 if world.rank else 1]), world))
 
     def refuse(world: World) -> None:
         with pytest.raises(InputError, match=f"rank {other} here has different data.*examples: here 9, there 10"):

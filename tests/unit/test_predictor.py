@@ -746,18 +746,21 @@ def test_a_precision_that_the_device_lacks_is_float32_where_the_weights_are(
 
 
 @pytest.mark.parametrize(
-    ("packages", "extensions", "sentence"),
+    ("target", "packages", "extensions", "sentence"),
     [
         (
+            "mine.Net",
             {"mine": "0" * 64},
             (),
             "needs the package mine, which is not an extension here; install it with pip, or name",
         ),
-        ({"mine": "0" * 64}, ("mine",), "cannot be built: "),
-        ({}, (), "cannot be built: "),
+        ("mine.Net", {"mine": "0" * 64}, ("mine",), "cannot be built: "),
+        ("mine.Net", {}, (), "cannot be built: "),
+        ("__main__.Net", {"__main__": "0" * 64}, (), "cannot be built: "),  # a script's, which is no package
     ],
 )
 def test_a_model_of_a_package_that_is_not_here_is_refused_with_its_name(
+    target: str,
     packages: dict[str, str],
     extensions: tuple[str, ...],
     sentence: str,
@@ -766,7 +769,7 @@ def test_a_model_of_a_package_that_is_not_here_is_refused_with_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "model.safetensors"
-    save_file(load_file(digits.weights), file, changed(digits, model={"_target_": "mine.Net"}, packages=packages))
+    save_file(load_file(digits.weights), file, changed(digits, model={"_target_": target}, packages=packages))
     active = [SimpleNamespace(package=name) for name in extensions]
 
     def refuse(group: str, node: Any) -> None:

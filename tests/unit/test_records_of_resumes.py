@@ -132,6 +132,15 @@ def test_latest_without_weights_is_the_newest_run_or_job_that_has_some(
         os.utime(path / "model.safetensors", (1e9 - age, 1e9 - age))
     assert find_weights("latest") == root / "sweeps/s/000-a/model.safetensors"
     assert find_weights("outputs/latest") == root / "sweeps/s/000-a/model.safetensors"
+    (other := tmp_path / "other").mkdir()
+    RunDir.at(other / "begun").mark_latest(other)
+    for place in (other / "older", other / "sweeps" / "s" / "000-a"):
+        place.mkdir(parents=True)
+        (place / "model.safetensors").touch()
+        os.utime(place / "model.safetensors", (1e7 + (place.name == "older"), 1e7 + (place.name == "older")))
+    assert find_weights("other/latest") == Path("other/older/model.safetensors")
+    with pytest.raises(InputError, match=r"^task\.teacher: "):
+        find_weights("other/begun", "task.teacher")
     (root / "begun" / "model.safetensors").touch()
     os.utime(root / "begun" / "model.safetensors", (1e8, 1e8))
     assert find_weights("latest") == root / "begun/model.safetensors", "however old"
@@ -335,7 +344,10 @@ def test_an_incident_has_the_batch_as_it_is_stored_the_weights_and_the_rate_of_i
     run, model = RunDir.at(tmp_path / "run"), network()
     trainer = trainer_of(model, World.solo(), steps=20, schedule=Constant(warmup=8))
     batch = trainer.loader.global_batch(3)
-    write_incident(NumericalError("bad", step=3), trainer, dict(model.state_dict()), run)
+    # In another order in memory, as `model.channels_last` has them.
+    turned = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    turned["1.weight"] = turned["1.weight"].T.contiguous().T
+    write_incident(NumericalError("bad", step=3), trainer, turned, run)
     stored = torch.load(run.incident / "batch.pt", weights_only=True)
     assert {*stored} == {"images", "labels", "indices"}
     for name, tensor in (("images", batch.images), ("labels", batch.known_labels), ("indices", batch.indices)):

@@ -41,6 +41,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.tags import VAL_TOP1
 from lockstep.core.world import World
+from lockstep.tasks import Distill
 from lockstep.telemetry import loggers, pictures, trackers
 from lockstep.telemetry.sinks import CSV_COLUMNS, CsvTable, JsonLines, Samples, fingerprints
 from lockstep.telemetry.tensorboard import EventFile, TensorBoardWriter, chart_layout, curve_of
@@ -396,6 +397,8 @@ def test_the_hyperparameters_of_objects_are_their_types_and_lists_are_json() -> 
     values = hyperparameters(dataclasses.replace(job, model=own), World.solo(), ["loss.class_weights"])
     assert (values["model"], values["loss.class_weights"]) == ("Net", "[1.0, 2.5]")
     assert values["loss"] == "cross_entropy(class_weights=[1.0, 2.5])"
+    taught = hyperparameters(dataclasses.replace(job, task=Distill(teacher="/home/me/run", share=0.75)), World.solo())
+    assert taught["task"] == "distill(share=0.75)", "without the path"
     assert (values["model.type"], values["model.weights"]) == ("Net", "abc")
     assert not [name for name in values if name.endswith("_target_")]
 

@@ -105,7 +105,7 @@ def test_the_files_of_a_run_take_no_more_than_it_says(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 3))
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     words = ("checkpoint.keep=2", "checkpoint.keep_best=1", "optimizer=sgd", "optimizer.momentum=0.9")
-    for average, copies in (("train.ema=null", 1), ("train.ema=0.9", 2)):
+    for average, copies in (("train.ema=null", 1), ("train.ema=0.9", 2), ("train.swa_from=50%", 2)):
         size, total = banner.sizes_of_checkpoints(resolved(*JOB, *words, average), model)
         assert size == (copies + 1) * weights, "the weights, their average, and the momenta"
         exact = 4 * size + weights  # three stay while one is written, and the best weights are exported

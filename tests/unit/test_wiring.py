@@ -36,7 +36,7 @@ from lockstep.training.build_observers import Observers
 from lockstep.training.evaluate import Patience
 from lockstep.training.graph_step import GraphStep
 from lockstep.training.moments import Callbacks
-from lockstep.training.resolved_job import ResolvedJob, load_job, plan_of
+from lockstep.training.resolved_job import ResolvedJob, load_job, named, plan_of
 from lockstep.training.train_state import Progress, TrainState, blank_labels, build_loss, note_callbacks, restore
 from lockstep.training.train_step import TrainStep
 from thread_ranks import ThreadRanks
@@ -243,7 +243,8 @@ def test_as_many_images_may_be_broken_as_in_any_split(skips: tuple[Any, ...], mo
 
 
 def test_a_loader_is_chosen_by_all_images_that_a_machine_will_read() -> None:
-    job = resolved(*JOB, "train.eval_every=4")
+    words = ("dataset=digits", "dataset.input_size=12", "device=cpu", "batch=10", "steps=6", "train.eval_every=4")
+    job = resolved(*words)  # images are kept as they are stored
     ranks = replace(World.solo(), rank=1, size=6, local_size=2)
     context = build_data._loader_context(job, Split(40), Split(20), ranks)  # type: ignore[arg-type]
     assert context.gigabytes == 60 * 64 / 1e9
@@ -442,13 +443,45 @@ def test_images_are_cut_erased_and_mixed_only_where_a_job_says_so(
         "erase": erase,
         "mix": mixes,
     }
-    assert not erase or parts["erase"].mode == "pixel"
+    assert not cutout or parts["cutout"].side == 2
+    assert not erase or (parts["erase"].probability, parts["erase"].mode) == (0.5, "pixel")
     assert not mixes or parts["mix"].until == (1 if "train.mix_until=1" in words else math.inf)
 
 
 def test_a_cutout_of_a_list_of_sizes_begins_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     job = resolved(*JOB, "train.sizes={50%: 16, 0: 8}")
-    assert build_data._transforms(job, plan_of(job, 40), World.solo()).train_sizes == {0: (8, 8), 3: (16, 16)}
+    sizes = build_data._transforms(job, plan_of(job, 40), World.solo()).train_sizes
+    assert [*sizes.items()] == [(0, (8, 8)), (3, (16, 16))]
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ((), (torch.float32, torch.contiguous_format, 0, False)),
+        (
+            ("precision=bf16", "model=digitnet", "model.channels_last=true", "seed=7"),
+            (torch.bfloat16, torch.channels_last, 7, False),
+        ),
+        (
+            ("dataset=folder", "dataset.path=photos", "dataset.decode_size=8", "dataset.crop_from=file"),
+            (torch.float32, torch.contiguous_format, 0, True),
+        ),
+    ],
+)
+def test_images_are_transformed_to_the_formats_of_the_model_with_the_seed_of_the_job(
+    words: tuple[str, ...], options: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_data = ("dataset=fake", "dataset.size=8", "dataset.channels=1") if "dataset=folder" not in words else ()
+    job = resolved(*of_data, "model=linear", "device=cpu", "augment=standard", "batch=10", *words)
+    cuts, on_device = list[bool](), type(job.augment).on_device
+
+    def noted(self: Any, interpolation: str, *, cropped: bool) -> Any:
+        cuts.append(cropped)
+        return on_device(self, interpolation, cropped=cropped)
+
+    monkeypatch.setattr(type(job.augment), "on_device", noted)
+    transforms = build_data._transforms(job, plan_of(job, 40), World.solo())
+    assert (transforms.dtype, transforms.memory_format, transforms.seed, *cuts) == options
 
 
 class Told(Callback):
@@ -554,6 +587,8 @@ def test_a_trainer_has_the_settings_of_its_job(tmp_path: Path, monkeypatch: pyte
     facts["heartbeat"]()
     assert beats == [1]
     assert [*facts["scores"].metrics] == ["f1"]
+    predictions = facts["predictions"]
+    assert (len(predictions.split), predictions.observer) == (10, facts["telemetry"].observer), "of the evaluation"
     assert facts["checkpointer"].on_saved == facts["telemetry"].observer.saved
     callback = Told()
     facts = trainer_of_run(tmp_path / "b", monkeypatch, "model.compile=true", callbacks={"told": callback})
@@ -599,10 +634,11 @@ def test_a_run_whose_images_are_refused_has_not_begun(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(experiment, "build_loader", refuse)
     monkeypatch.setattr(Checkpointer, "repair_export", lambda self, best_step: repaired.append(best_step))
+    monkeypatch.setattr(train_state, "restore", lambda *parts: (Progress(step=4, best_step=2), "a checkpoint"))
     with pytest.raises(Caught):
         experiment.run(load_job(run.config), run, World.solo())
     assert not run.environment.exists()
-    assert repaired == [0]
+    assert repaired == [2]
 
 
 def test_the_moments_of_a_run_begin_with_the_saved_states_and_log_as_callbacks(tmp_path: Path) -> None:
@@ -663,6 +699,34 @@ def test_the_images_to_evaluate_have_the_format_of_the_model_and_the_labels_of_t
     assert mean is not None and std is not None  # noqa: PT018
     expected = (split.images / 255 - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
     torch.testing.assert_close(pixels.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_batches_have_the_step_the_images_and_the_targets_of_the_training_and_the_keys_of_their_examples() -> None:
+    parts = experiment.build_parts(resolved(*JOB, "train.mixup=0.5", "augment=shift", "steps=8"))
+    expected, keyed = [*parts.transforms.train(parts.loader.train(after=3))], list[torch.Tensor]()
+    parts.set_keys = lambda shard: keyed.append(shard.indices)
+    batches = []
+    for batch in parts.batches(3):
+        batches.append(batch)
+        assert len(keyed) == len(batches), "they are set before the loop calls the model"
+    assert [step for step, *_ in batches] == [4, 5, 6, 7, 8]
+    assert [len(images) for _, images, _ in batches] == [10] * 5
+    for (_, images, targets), shard, indices in zip(batches, expected, keyed, strict=True):
+        own_images, own_targets = parts.transforms.mixed(shard)
+        assert torch.equal(images, own_images)
+        assert torch.equal(targets, own_targets)
+        assert targets.shape == (10, 10)
+        assert torch.equal(indices, shard.indices)
+    assert next(iter(parts.batches()))[0] == 1
+
+
+def test_parts_are_shown_with_their_model_their_data_and_their_steps() -> None:
+    parts = experiment.build_parts(resolved(*JOB, "dataset.examples=5000", "steps=1200"))
+    assert repr(parts) == (
+        "Parts: Linear on cpu, 650 parameters\n"
+        f"  data   {named(parts.job.dataset)}, 1,250 images to evaluate\n"
+        "  steps  1,200 of global batch 10"
+    )
 
 
 def test_the_end_of_a_run_closes_its_watch_its_checkpoints_and_its_telemetry_in_this_order() -> None:
@@ -857,6 +921,25 @@ def test_a_network_that_does_not_fit_the_data_is_refused_before_the_first_step(
     monkeypatch.setattr(DigitNet, "build", lambda *_: network())
     with pytest.raises(InputError, match=says):
         state_of("model=digitnet")
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 4), ("pipeline", 1)])
+def test_single_examples_are_looked_for_in_the_pieces_of_the_ranks_that_share_a_batch(
+    strategy: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = list[Any]()
+
+    def check(*parts: Any) -> None:
+        checked.extend(parts)
+        raise Caught
+
+    monkeypatch.setattr(train_state.network, "check_single_examples", check)
+    words = ("model=digitnet", "train.freeze=['0']", "train.freeze_until=2")
+    with pytest.raises(Caught):
+        state_of(*words, f"strategy={strategy}", world=replace(World.solo(), size=4))
+    _, (images, *_), plan, own, pieces, freezing = checked
+    assert (images.shape, plan.total_steps, type(own).__name__.lower(), pieces) == ((2, 1, 8, 8), 6, strategy, ranks)
+    assert (freezing.until, freezing.numbers > 0) == (2, True)
 
 
 def test_a_task_of_a_users_own_may_have_any_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
