@@ -143,6 +143,12 @@ def test_two_optimizers_of_timm_are_two() -> None:
 def test_a_job_that_was_given_steps_is_lengthened_by_steps_also_where_they_are_whole_epochs() -> None:
     jobs = built("epochs=20"), built("epochs=20", "steps=46")
     assert [train_longer(job, plan_of(job, 1442)) for job in jobs] == ["epochs=40", "steps=92"]
+    # 23 steps an epoch: the run is in its second epoch, its 20th, its 21st, and at its end that
+    further = [[train_longer(job, plan_of(job, 1442), step) for step in (24, 460, 461, 483)] for job in jobs]
+    assert further == [
+        ["epochs=40", "epochs=40", "epochs=42", "epochs=42"],
+        [f"steps={2 * n}" for n in (46, 460, 461, 483)],
+    ]
 
 
 @pytest.mark.parametrize("words", [("steps=5",), ("steps=10",), ("epochs=1",), ("epochs=5",)])

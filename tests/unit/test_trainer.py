@@ -338,6 +338,10 @@ def test_a_log_point_has_the_rate_the_gradient_norm_and_the_loss_scale_of_its_st
     assert trainer.telemetry.figures.keys() == expected.keys()
     for step, figures in expected.items():
         assert trainer.telemetry.figures[step] == pytest.approx(figures, rel=1e-12)
+    unscaled = trainer_of(network(), World.solo(), steps=1)
+    unscaled.evaluate = lambda step: False  # type: ignore[method-assign]
+    fitted(unscaled)
+    assert [*unscaled.telemetry.figures[1]] == [*names[:2]], "a bad loss is tolerated under a scale alone"
 
 
 def ended(scalars: dict[str, float], first_bad_step: int | None = 3) -> Any:

@@ -370,15 +370,15 @@ def test_the_best_weights_are_tested_once_they_are_written(
     figures = {"loss": 0.5, "top1": float("nan")}
     evaluated = list[Any]()
     trainer._evaluate = lambda *values: (evaluated.append(values), figures)[1]  # type: ignore[method-assign]
-    trainer.scores.compute = lambda: {"f1": 3.0}  # type: ignore[method-assign]
+    trainer.scores.compute = lambda: {"f1/ow\udcffl": 3.0}  # type: ignore[method-assign]
     trainer.test()
     of = model if ema is None else ema.module
     assert loaded == [(of, "the best weights")] * tests
     assert evaluated == [(of, split, (trainer.scores,))] * tests
-    assert trainer.tested == ({"loss": 0.5, "f1": 3.0} if tests else {})
+    assert trainer.tested == ({"loss": 0.5, "f1/ow\udcffl": 3.0} if tests else {})
     if tests:
         wait, (step, scalars) = tested.events
-        assert (wait, step, [*scalars]) == ("wait", 4, ["test/loss", "test/top1", "test/f1"])
+        assert (wait, step, [*scalars]) == ("wait", 4, ["test/loss", "test/top1", "test/f1/ow\\udcffl"])
     else:
         assert tested.events == ["wait"] * (failure is not None)
 
