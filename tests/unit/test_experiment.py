@@ -217,6 +217,8 @@ def test_the_training_scores_are_means_over_the_images_not_broken(loop: str, los
         (shard,) = parts.transforms.train(parts.loader.train(after=0))
         weight, bias = (parameter.detach().clone() for parameter in parts.model.parameters())
         line = {"loss/train": parts.loss_of_step(shard)}
+        shard.labels.fill_(IGNORE_INDEX)
+        assert parts.loss_of_step(shard) == 0, "of broken images alone"
     else:
         run = train_here(tmp_path / "run", *job, "telemetry.interval=1")
         (line,) = [line for line in records(run) if "loss/train" in line]

@@ -94,6 +94,15 @@ def test_callbacks_take_none_of_a_steps_calls_from_its_listener() -> None:
     assert calls == names * 2
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_checkpoint_has_the_states_of_the_callbacks(told: bool) -> None:
+    trainer = told_by(Told()) if told else trainer_of(network(), World.solo())
+    saved = list[Any]()
+    trainer.checkpointer.save = lambda **state: saved.append(state["callbacks"])  # type: ignore[method-assign]
+    trainer.save()
+    assert saved == [{"told": {"moments": []}} if told else None]
+
+
 def test_an_epoch_without_an_evaluation_ends_too() -> None:
     watch = Told()
     fitted(told_by(watch, steps=5, every={**LATER, "eval_every": 9}))

@@ -96,6 +96,34 @@ def test_what_a_block_counts_is_as_before_when_its_second_pass_fails() -> None:
         assert (block.norm.momentum, block.norm.num_batches_tracked) == (0.1, torch.tensor(1))
 
 
+def test_a_block_gets_its_arguments_by_name_in_both_passes() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+            return scale * self.two(self.one(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Scaled(), Scaled()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x, scale=3.0), scale=5.0)
+
+    plain, images = Net(), torch.randn(2, 3)
+    again = copy.deepcopy(plain)
+    recompute_blocks(again)
+    for model in (plain, again):
+        model(images).square().sum().backward()
+    assert torch.equal(plain(images), again(images))
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), again.parameters(), strict=True)
+    )  # type: ignore[arg-type]
+
+
 def test_two_blocks_of_several_layers_are_enough_and_one_is_not() -> None:
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
     recompute_blocks(model := nn.Sequential(*blocks))

@@ -16,13 +16,17 @@ from torch import nn
 from lockstep.core.errors import InputError, NumericalError, Stopped
 from lockstep.core.tags import Monitor
 from lockstep.core.world import World
+from lockstep.metrics import F1
 from lockstep.optim.schedule import Constant, Plateau
 from lockstep.runtime.signals import StopNow
+from lockstep.scores import Scores
+from lockstep.strategy import AllReduce
 from lockstep.training import trainer as trainer_module
 from lockstep.training.averages import EMA
 from lockstep.training.evaluate import Patience
 from lockstep.training.network import Freezing
 from lockstep.training.train_state import Progress
+from thread_ranks import ThreadRanks
 
 EACH_STEP = {"log_every": 9, "eval_every": 1, "save_every": 9}
 
@@ -217,6 +221,73 @@ def test_the_ranks_agree_on_a_stop_and_on_a_late_checkpoint_and_finish_their_mes
     assert last[-2:] == (["closed", "save"] if stops else ["save", "closed"])
 
 
+@pytest.mark.parametrize("can_wait", [True, False])
+def test_ranks_whose_steps_are_short_do_not_wait_within_one_and_those_of_long_ones_undo_it(
+    can_wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    trainer = trainer_of(model, World.solo(), micro_batches=2)
+    trainer.consensus = Agreeing([])  # type: ignore[assignment]
+    trainer.consensus.can_wait = can_wait  # type: ignore[misc]
+    trainer.world = replace(World.solo(), size=2)
+    monkeypatch.setattr(World, "any", lambda world, flag: flag)
+    trainer.stop.requested = True
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shard = next(iter(trainer.transforms.train(trainer.loader.train(after=0))))
+    with pytest.raises(StopNow) if can_wait else nullcontext():
+        trainer.step_or_undo(shard)
+    same = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])]
+    assert (len(same) == len(before)) == can_wait
+
+
+class AtTheEnd(Silent):
+    """Keeps what is written of a test."""
+
+    failure: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer = SimpleNamespace(write=lambda step, scalars: self.events.append((step, scalars)))
+        self.run_dir = SimpleNamespace(weights="the best weights")
+
+    def wait(self) -> None:
+        self.events.append("wait")
+
+
+class Rooted(AtTheEnd):
+    """The telemetry and the checkpointer of a rank, of which main's may have failed."""
+
+    def __init__(self, failure: Any) -> None:
+        super().__init__()
+        self.failure = failure
+
+
+def test_all_ranks_have_the_metrics_that_main_computes_in_an_evaluation_and_in_a_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer_module, "load_exported", lambda *place: None)
+    models = [network() for _ in range(3)]
+
+    def figures(world: World) -> list[Any]:
+        scores = Scores({"f1": F1()}, 3, (), world)
+        trainer = trainer_of(models[world.rank], world, strategy=AllReduce(), scores=scores, monitor=Monitor("f1"))
+        trainer.progress.step = 1
+        trainer.evaluate(1)
+        trainer.telemetry = trainer.checkpointer = Rooted(None)  # type: ignore[assignment]
+        trainer.test_loader = trainer.loader
+        trainer.test()
+        trainer.telemetry = trainer.checkpointer = Rooted(OSError("full") if world.is_main else None)  # type: ignore[assignment]
+        trainer.test()
+        assert trainer.telemetry.events == ["wait"], "no rank tests what main could not write"
+        return [trainer.progress.scores, trainer.progress.figures, trainer.tested]
+
+    first, *further = ThreadRanks(3, monkeypatch).run(figures)
+    assert further == [first] * 2
+    scores, evaluated, tested = first
+    assert evaluated == tested
+    assert scores == [(1, evaluated["f1"])]
+
+
 @pytest.mark.parametrize("event", RARELY)
 def test_a_step_that_is_exactly_due_is_due_once_and_the_last_one_always(event: str) -> None:
     name = {"log_every": "log", "eval_every": "eval", "save_every": "save"}[event]
@@ -325,20 +396,6 @@ def test_a_stop_that_is_forced_or_before_a_step_saves_nothing(force: bool, begun
         with pytest.raises(Stopped):
             trainer.leave(StopNow(), saves=False)
         assert trainer.telemetry.events == [("save", 2, False)], "the test of the best weights saves nothing"
-
-
-class AtTheEnd(Silent):
-    """Keeps what is written of a test."""
-
-    failure: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.observer = SimpleNamespace(write=lambda step, scalars: self.events.append((step, scalars)))
-        self.run_dir = SimpleNamespace(weights="the best weights")
-
-    def wait(self) -> None:
-        self.events.append("wait")
 
 
 @pytest.mark.parametrize(

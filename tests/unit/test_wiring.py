@@ -30,6 +30,7 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.sampler import balanced_order, repeated_order
 from lockstep.models import DigitNet
 from lockstep.runtime.signals import StopRequest
+from lockstep.stochastic import ForwardDraws
 from lockstep.training import build_data, build_observers, dry_run, experiment, train_state
 from lockstep.training.build_data import TrainingData
 from lockstep.training.build_observers import Observers
@@ -1002,6 +1003,25 @@ def test_the_start_of_a_model_from_a_file_is_a_note(monkeypatch: pytest.MonkeyPa
     assert started == [(Path("a.safetensors"), job.dataset.class_names)]
     assert state.notes == ["init_from: all but the head"]
     assert state_of()[0].notes == []
+    with monkeypatch.context() as patch:
+        patch.setattr(ForwardDraws, "notes", ["a layer draws numbers of its own"])
+        assert state_of(init_from="a.safetensors")[0].notes == [*state.notes, "a layer draws numbers of its own"]
+
+
+def test_the_replica_of_a_rank_is_the_network_that_takes_empty_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[Any]()
+
+    def replaced(network: nn.Module, *parts: Any) -> nn.Module:
+        tried.extend(parts)
+        return nn.Sequential(network)
+
+    monkeypatch.setattr(train_state.network, "for_empty_micro_batches", replaced)
+    world = World.solo()
+    state, job = state_of(world=world)
+    (images, *_), plan, own = tried
+    assert (images.shape, plan, own) == ((2, 1, 8, 8), plan_of(job, 40), world)
+    assert isinstance(state.replica, nn.Sequential)
+    assert state.replica is not state.model
     without = train_state.without_start(
         replace(resolved(*JOB, "model=resnet18", "model.pretrained=true"), init_from="a")
     )
