@@ -317,6 +317,9 @@ def test_patience_that_never_ends_a_run_is_refused_with_the_evaluations_of_the_r
     Patience().check(plan)
     assert Patience().ended([(1, 1.0), (2, 0.0)], Monitor(), plan) == ""
     assert Patience(limit=1).ended([], Monitor(), plan) == ""
+    assert Patience(limit="50%").ended([(1500, 45.0), (3000, 44.0)], Monitor(), plan) == (
+        "val top-1 has not been better than 45.00 % (step 1,500) for 1 evaluation; train.patience=50% ends the run"
+    )
 
 
 def test_evaluation_leaves_the_model_as_it_was() -> None:

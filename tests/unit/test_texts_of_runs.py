@@ -248,8 +248,11 @@ def test_the_start_of_a_run_on_photos_says_their_folder_and_whose_weights_it_beg
     tmp_path: Path, rows: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
-    run, job = run_dir(tmp_path / "run", *JOB), resolved(*PHOTOS, "model=resnet18", "batch=10")
+    words = (*PHOTOS, "model=resnet18", "batch=16", "device=cpu")
+    run, job = run_dir(tmp_path / "run", *words), resolved(*words)
     started(run, job)
+    assert rows["data"].endswith(", 3x224x224 (size usual for dataset=folder)")
+    assert ", lr 0.0005 (usual at batch 16), Cosine" in rows["optimizer"]
     assert rows["data"].startswith("Folder photos, 30 to train on, 30 to evaluate, lamp 15+15, mug 15+15, 3x")
     assert rows["model"] == "resnet18, 1 k parameters, random weights"
     started(run, replace(job, model=replace(job.model, pretrained=True)))  # type: ignore[call-arg]

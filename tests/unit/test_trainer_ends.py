@@ -46,7 +46,9 @@ def test_patience_ends_a_run_at_its_evaluation_saved_and_with_a_best_step(limit:
     assert [event for event in events if event[0] == "save"] == [("save", at, True) for at in sorted({best, last})]
     assert trainer.progress.best_step == best
     assert trainer.progress.best_figures["top1"] == pytest.approx(ACCURACY[RARE])
-    assert f" (step 1) for {limit} evaluation{'s' * (limit > 1)}; train.patience={limit} ends" in trainer.ended_early
+    best_score = "has had no value" if monitor == "nobody's" else f"has not been better than {ACCURACY[RARE]:.2f} %"
+    says = f" {best_score} (step 1) for {limit} evaluation{'s' * (limit > 1)}; train.patience={limit} ends the run"
+    assert trainer.ended_early.endswith(says)
     again = trainer_of(Always(RARE), World.solo(), steps=9, progress=trainer.progress, **options)
     assert fitted(again) == ([], last, ""), "a resume takes no step more"
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from lockstep.data.loading.sampler import balanced_order, repeated_order
 from lockstep.models import DigitNet
 from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import ForwardDraws
+from lockstep.tasks import Multilabel
 from lockstep.training import build_data, build_observers, dry_run, experiment, train_state
 from lockstep.training.build_data import TrainingData
 from lockstep.training.build_observers import Observers
@@ -93,6 +94,9 @@ def test_the_telemetry_of_a_rank_goes_on_where_the_run_was_saved(
     assert facts["hits"] is not None
     assert parts.one("TimeLeft")["values"][1:] == ("the clock", 4)
     assert (watch, observer.observers, hasattr(telemetry, "profile")) == (None, (), False)
+    job = replace(resolved(*JOB, "task=multilabel"), task=Figured())
+    telemetry, *_ = observed(monkeypatch, job, ranks, RunDir(tmp_path), [])
+    assert telemetry.names == ["my/c"]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,12 @@ def test_ranks_that_do_other_work_are_not_compared_and_the_display_has_the_monit
     telemetry.samples.close()
 
 
+class Figured(Multilabel):
+    """A task that logs a figure."""
+
+    figures: ClassVar[tuple[str, ...]] = ("-my/c",)
+
+
 class OwnLogger:
     """A logger that keeps the run that it is built for."""
 
@@ -183,7 +193,7 @@ def test_main_observes_with_its_callbacks_the_loggers_that_log_and_then_those_th
     words = ("task=multilabel",)
     run, job = run_dir(tmp_path / "run", *JOB, *words), resolved(*JOB, *words)
     one, two, three = OwnLogger("writes"), OwnLogger("logs", "my/a"), OwnLogger("writes too")
-    job = replace(job, logger={"one": one, "two": two, "three": three})  # type: ignore[dict-item]
+    job = replace(job, task=Figured(), logger={"one": one, "two": two, "three": three})  # type: ignore[dict-item]
     lines = [(2, {"loss/train": 4.0, "optim/lr": 0.5}), (4, {"loss/train": 3.0})]
     logged = list[Any]()
     monkeypatch.setattr(build_observers, "read_figures", lambda *place: (logged.append(place), lines)[1])
@@ -203,7 +213,7 @@ def test_main_observes_with_its_callbacks_the_loggers_that_log_and_then_those_th
     first, *own, table, predictions, listening = observers.observers
     assert (first, own) == ("a callback", ["logs", "writes", "writes too"])
     (info,) = one.runs
-    tags = ["loss/val", *(f"metric/{name}" for name in ("map", "f1", "subset_accuracy")), "my/b"]
+    tags = ["loss/val", *(f"metric/{name}" for name in ("map", "f1", "subset_accuracy")), "my/c", "my/b"]
     assert (info.run_dir, info.plan, info.step, info.after, info.id) == (run, plan, 4, 4.5, "abc")
     assert (info.config, info.model, info.tags, info.log) == ({"batch": 10}, model, tags, observers.log)
     assert info.hyperparameters == (job, World.solo(), {"batch": "10"})  # type: ignore[comparison-overlap]
@@ -611,10 +621,11 @@ def test_the_code_of_a_user_is_in_the_card_of_the_weights_and_beside_the_run(
         return {"code": {"mine": "here"}}
 
     monkeypatch.setattr("lockstep.runtime.user_code.write_code", write_code)
+    monkeypatch.setattr(train_state, "restore", lambda *parts: (Progress(step=4), "a checkpoint"))
     code: Any = {"mine": SimpleNamespace(facts={"sha256": "0" * 64})}
     facts = trainer_of_run(tmp_path / "run", monkeypatch, code=code)
     assert facts["checkpointer"].card.packages == {"mine": "0" * 64}
-    assert written == [(tmp_path / "run", code, 0)]
+    assert written == [(tmp_path / "run", code, 4)], "with the step that it continues from"
     assert json.loads(RunDir(tmp_path / "run").environment.read_text())["code"] == {"mine": "here"}
 
 
