@@ -442,6 +442,17 @@ def test_the_best_weights_are_tested_once_they_are_written(
         assert tested.events == ["wait"] * (failure is not None)
 
 
+def test_a_stop_in_the_test_of_the_best_weights_saves_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(network(), World.solo(), progress=Progress(step=4, best_step=2))
+    trainer.telemetry = trainer.checkpointer = ended = AtTheEnd()  # type: ignore[assignment]
+    trainer.test_loader = trainer.loader
+    trainer.stop.requested = trainer.stop.begun = True
+    monkeypatch.setattr(trainer_module, "load_exported", lambda *place: None)
+    with pytest.raises(Stopped, match=r"^stopped at step 4 of 4 and saved"):
+        trainer.test()
+    assert (ended.events, trainer.tested) == (["wait", "wait"], {})
+
+
 def test_tensors_of_several_formats_are_copied_each_to_its_place() -> None:
     sources = [
         torch.tensor(number, dtype=dtype)

@@ -1002,6 +1002,16 @@ def test_a_state_has_the_formats_the_average_and_the_frozen_layers_of_its_job() 
     assert len(frozen.optimizer.param_groups[0]["params"]) < len([*frozen.model.parameters()])
 
 
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_the_blocks_of_the_model_alone_are_computed_again_and_not_those_of_its_average(recomputes: bool) -> None:
+    words = ("model=test_resnet", "dataset.size=32", "train.ema=0.5", f"model.grad_checkpointing={recomputes}")
+    state, _ = state_of(*words)
+    assert state.ema is not None
+    pairs = [*zip(state.model.modules(), state.ema.module.modules(), strict=True)]
+    assert all(isinstance(own, type(average)) for own, average in pairs), "the class of a block is made of its own"
+    assert any(type(own) is not type(average) for own, average in pairs) == recomputes
+
+
 def test_the_start_of_a_model_from_a_file_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     started = list[Any]()
 
