@@ -236,21 +236,26 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current, self.pools, self.random_state = "default", list[Any](), "idle"
+        self.released = list[Any]()
         fakes: dict[str, Any] = {
             "CUDAGraph": lambda: self,
             "Stream": lambda: "capture",
-            "current_device": lambda: 0,
+            "current_device": lambda: 1,
             "current_stream": lambda: self.current,
             "set_stream": lambda stream: setattr(self, "current", stream),
             "stream": self.stream,
             "graph_pool_handle": lambda: (0, 7),
-            "default_generators": [SimpleNamespace(clone_state=lambda: "idle", graphsafe_set_state=self.set_random)],
+            "default_generators": [
+                None,
+                SimpleNamespace(clone_state=lambda: "idle", graphsafe_set_state=self.set_random),
+            ],
             **dict.fromkeys(("synchronize", "empty_cache"), lambda: None),
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
-        for name, function in (("_cuda_endAllocateToPool", self.end_pool), ("_cuda_releasePool", lambda *pool: None)):
+        release = lambda *pool: self.released.append(pool)  # noqa: E731
+        for name, function in (("_cuda_endAllocateToPool", self.end_pool), ("_cuda_releasePool", release)):
             monkeypatch.setattr(torch._C, name, function, raising=False)
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
 
@@ -258,7 +263,7 @@ class Cuda:
         self.random_state = state
 
     def end_pool(self, device: int, pool: Any) -> None:
-        if pool not in self.pools:
+        if (device, pool) != (1, (0, 7)) or pool not in self.pools:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.pools.remove(pool)
 
@@ -292,8 +297,8 @@ def test_the_process_is_as_before_after_a_recording_and_after_one_that_fails(mon
     cuda, during = Cuda(monkeypatch), list[Any]()
     before = cuda.state
     CudaGraph().record(lambda: during.append(cuda.state))
-    assert (during, cuda.state) == ([("capture", [(0, 7)], "recording")], before)
+    assert (during, cuda.state, cuda.released) == ([("capture", [(0, 7)], "recording")], before, [])
     with pytest.raises(RuntimeError, match="a previous error") as caught:
         CudaGraph().record(cuda.waits)
     assert "not permitted" in str(caught.value.__context__)
-    assert cuda.state == before
+    assert (cuda.state, cuda.released) == (before, [(1, (0, 7))])

@@ -17,6 +17,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.training import build_observers
 from lockstep.training.build_observers import Observers
+from lockstep.training.moments import Callbacks
 from lockstep.training.train_state import Progress
 
 
@@ -278,6 +279,15 @@ def test_one_thread_at_a_time_is_in_the_observers(name: str, values: tuple[Any, 
     assert (events[0], events[-1]) == ("taken", "given back")
     depths = [1 if event == "taken" else -1 for event in events[: events.index("within")]]
     assert sum(depths) > 0, "it holds the lock"
+
+
+def test_a_callback_is_called_at_a_moment_while_no_other_thread_is_in_the_observers() -> None:
+    events = list[str]()
+    callback: Any = SimpleNamespace(step_end=lambda run: events.append(f"step {run}"))
+    callbacks = Callbacks({"told": callback})
+    callbacks.lock = Noting(events)  # type: ignore[assignment]
+    callbacks.tell("step_end", 3)
+    assert events == ["taken", "step 3", "given back"]
 
 
 def test_a_figure_that_another_thread_logs_waits_for_a_write() -> None:
