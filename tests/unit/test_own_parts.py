@@ -224,6 +224,39 @@ def test_a_task_with_a_network_whose_outputs_are_not_known_is_not_tried(monkeypa
     tried(task=OwnTask(beside="contrast"))
 
 
+class Dense(nn.Module):
+    """A network that keeps the shape of its images, with an output for each of their columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.shapes.append(images.shape)
+        return images.mean((1, 2))
+
+
+@pytest.mark.numerics
+def test_a_task_is_tried_on_images_of_the_size_and_the_format_of_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ("model=test_resnet", "dataset=fake", "dataset.size=16", "train.size=[32,24]", "augment=standard")
+    job = replace(resolved(*words, "precision=fp64"), task=OwnTask(beside="nothing"))
+    network, checked = Dense(), list[Any]()
+    monkeypatch.setattr(own_losses, "sketch", lambda *parts: network)
+    monkeypatch.setattr(own_losses, "check_apart", lambda *parts: checked.extend(parts))
+    monkeypatch.setattr(OwnTask, "losses", lambda self, batch: (batch.network(batch.images), None))
+    loss: Any = nn.Module()
+    own_losses.check_task(job, job.task, loss, torch.arange(3), World.solo())
+    assert network.shapes == [(2, 3, 32, 24)]
+    what, losses, images, targets = checked
+    assert (what, targets.tolist()) == ("task=OwnTask", [0, 1, 2])
+    assert (images.shape, images.dtype) == ((3, 3, 32, 24), torch.float64)
+    outputs = losses(images, targets)
+    assert (outputs.shape, outputs.dtype) == ((3, 24), torch.float64)
+    torch.testing.assert_close(losses(images[1:], targets[1:]), outputs[1:])
+
+
 def test_losses_that_are_refused_on_a_few_examples_are_not_judged_and_a_wrong_shape_is() -> None:
     def fail(inputs: Tensor, targets: Tensor) -> Tensor:
         raise ValueError("too few examples")
