@@ -150,11 +150,11 @@ def test_the_line_that_trained_a_run_can_be_tried(tmp_path: Path, capsys: pytest
 
 
 def test_the_parts_of_a_job_are_shown_as_three_lines() -> None:
-    parts = lockstep.compose(["dataset=digits", "model=linear", "batch=100", "steps=7", "device=cpu"])
+    parts = lockstep.compose(["dataset=digits", "model=linear", "batch=100", "steps=1200", "device=cpu"])
     assert repr(parts).splitlines() == [
         "Parts: Linear on cpu, 650 parameters",  # 64 weights and a bias of each of 10 classes
         "  data   Digits(input_size=None), 355 images to evaluate",
-        "  steps  7 of global batch 100",
+        "  steps  1,200 of global batch 100",
     ]
 
 

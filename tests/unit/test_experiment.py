@@ -135,6 +135,7 @@ def test_a_network_that_is_initialised_from_data_gets_the_normalised_images_of_t
     state = build_state(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))
     images = (data.train.fetch(list(range(30))) / 255 - 0.5) / 0.25
     torch.testing.assert_close(state.model[0].weight, whitening_filters(images).float())  # type: ignore[index]
+    assert len(data.normalised(7, World.solo())) == 7
 
 
 def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

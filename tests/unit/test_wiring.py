@@ -38,7 +38,7 @@ from lockstep.training.build_observers import Observers
 from lockstep.training.evaluate import Patience
 from lockstep.training.graph_step import GraphStep
 from lockstep.training.moments import Callbacks
-from lockstep.training.resolved_job import ResolvedJob, load_job, named, plan_of
+from lockstep.training.resolved_job import ResolvedJob, load_job, plan_of
 from lockstep.training.train_state import Progress, TrainState, blank_labels, build_loss, note_callbacks, restore
 from lockstep.training.train_step import TrainStep
 from thread_ranks import ThreadRanks
@@ -734,15 +734,6 @@ def test_batches_have_the_step_the_images_and_the_targets_of_the_training_and_th
     assert next(iter(parts.batches()))[0] == 1
 
 
-def test_parts_are_shown_with_their_model_their_data_and_their_steps() -> None:
-    parts = experiment.build_parts(resolved(*JOB, "dataset.examples=5000", "steps=1200"))
-    assert repr(parts) == (
-        "Parts: Linear on cpu, 650 parameters\n"
-        f"  data   {named(parts.job.dataset)}, 1,250 images to evaluate\n"
-        "  steps  1,200 of global batch 10"
-    )
-
-
 def test_the_end_of_a_run_closes_its_watch_its_checkpoints_and_its_telemetry_in_this_order() -> None:
     events, outcomes = list[str](), list[str]()
 
@@ -907,6 +898,48 @@ def test_a_fresh_run_names_the_weights_that_it_begins_with() -> None:
     assert (origin, progress.callbacks, progress.decisions["steps"]) == ("", {"a": "b"}, [6])
     _, origin = restore(replace(job, init_from="a.safetensors"), plan, ANY, ANY, None, {})
     assert origin == "weights of a.safetensors, step 0"
+
+
+@pytest.mark.parametrize(
+    ("more", "callbacks", "stopped", "evaluated"),
+    [
+        ({}, {}, "", [2]),  # of a version that saved neither decisions nor callbacks
+        ({"stopped": "enough", "callbacks": {"a": "A"}}, {"a": "A"}, "enough", [2, 1235]),
+        ({"stopped": "enough", "callbacks": {"a": "A"}}, {"a": "A()"}, "", [2]),
+        ({"stopped": "", "callbacks": {"a": "A"}, "decisions": {"steps": [5]}}, {"a": "A"}, "", [2]),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_gives_its_progress_as_this_plan_and_these_callbacks_would_have_it(
+    own: bool,
+    more: dict[str, Any],
+    callbacks: dict[str, str],
+    stopped: str,
+    evaluated: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    events, run, job = list[Any](), RunDir.at(tmp_path / "run"), resolved(*JOB)
+    saved = {"step": 1235, "scores": [[2, 1.0], [3, 2.0], [1235, 3.0]], "figures": {}}
+    saved |= {"best": 3.0, "best_step": 1235, "best_figures": {"top1": 3.0}, **more}
+    loaded: Any = SimpleNamespace(path=tmp_path / ("run" if own else "other") / "checkpoints" / "step-00001235")
+    monkeypatch.setattr(train_state, "check_fingerprint", lambda *parts: events.append(parts))
+    monkeypatch.setattr(
+        train_state.reading, "restore_from", lambda of, **parts: (events.append((of, parts)), dict(saved))[1]
+    )
+    checkpointer: Any = SimpleNamespace(fingerprint={"seed": 1}, run_dir=run)
+    parts = {"model": "model", "ema": None, "optimizer": "optimizer", "scaler": "scaler"}
+    state: Any = SimpleNamespace(**parts)
+    plan = replace(plan_of(job, 40), eval_every=2, total_steps=2000)
+    progress, origin = restore(job, plan, state, checkpointer, loaded, callbacks)
+    assert events == [({"seed": 1}, loaded.path), (loaded, parts)], "other data are refused before anything is read"
+    assert origin == f"{'run' if own else 'other'}/checkpoints/step-00001235, step 1,235"
+    assert (progress.step, progress.stopped, progress.callbacks) == (1235, stopped, callbacks)
+    assert [step for step, _ in progress.scores] == evaluated
+    best = (3.0, 1235, {"top1": 3.0}) if own else (None, 0, {})
+    assert (progress.best, progress.best_step, progress.best_figures) == best
+    assert progress.decisions["steps"] == [2000]
 
 
 def state_of(*words: str, world: World | None = None, **changed: Any) -> tuple[TrainState, ResolvedJob]:
