@@ -19,6 +19,7 @@ from lockstep.core.fields import MOST_STEPS, Role, ranged, with_role
 from lockstep.core.observer import Callback
 from lockstep.core.world import World
 from lockstep.models import DigitNet, Timm, Torchvision
+from lockstep.tasks import Distill
 from lockstep.training.objects import ModelObject
 from lockstep.training.resolved_job import (
     ResolvedJob,
@@ -133,6 +134,18 @@ def test_every_rank_is_told_which_rank_has_other_data(other: int, monkeypatch: p
             check_same_data({"examples": 9 if world.rank == other else 10}, world)
 
     ranks.run(refuse)
+
+
+def test_a_task_is_part_of_a_job_by_its_values_and_by_what_its_files_are_wherever_they_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Distill, "identity", lambda self: {"teacher": f"sha of {Path(self.teacher).name}"})
+    shown = [
+        facts_of(replace(built(), task=Distill(teacher=place, share=share)), 1442)["task"]
+        for place, share in (("here/a", 0.9), ("there/a", 0.9), ("here/b", 0.9), ("here/a", 0.5))
+    ]
+    same = "Distill() teacher sha of a"
+    assert shown == [same, same, "Distill() teacher sha of b", "Distill(share=0.5) teacher sha of a"]
 
 
 def test_two_optimizers_of_timm_are_two() -> None:

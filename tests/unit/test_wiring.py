@@ -1015,7 +1015,8 @@ def test_the_peak_rate_of_a_job_is_of_its_format_and_of_images_of_one_size(
 
 def test_a_state_has_the_formats_the_average_and_the_frozen_layers_of_its_job() -> None:
     words = ("model=digitnet", "model.width=8", "precision=bf16_pure", "model.channels_last=true", "train.ema=0.5")
-    state, _ = state_of(*words, "train.freeze=['0']", "train.freeze_until=2")
+    state, _ = state_of(*words, "train.freeze=['0']", "train.freeze_until=2", "seed=7")
+    assert state.draws.seed == 7
     assert {parameter.dtype for parameter in state.model.parameters()} == {torch.bfloat16}
     kernel = next(
         parameter for parameter in state.model.parameters() if parameter.ndim == 4 and parameter.shape[1] > 1
