@@ -111,7 +111,14 @@ def test_nothing_is_dropped_while_the_statistics_are_computed_and_each_module_ha
         module.training = training
     images = torch.randn(8, 3, 6, 6)
     ours.module[1].running_mean.fill_(7)
-    ours.renew_statistics((), [images], 1, nn.Module.__call__, World.solo())
+    gradients = list[bool]()
+
+    def forward(module: nn.Module, block: torch.Tensor) -> None:
+        gradients.append(torch.is_grad_enabled())
+        module(block)
+
+    ours.renew_statistics((), [images], 1, forward, World.solo())
+    assert gradients == [False]
     torch.testing.assert_close(ours.module[1].running_mean, images.mean((0, 2, 3)))
     torch.testing.assert_close(ours.module[1].running_var, images.transpose(0, 1).flatten(1).var(1))
     assert [module.training for module in ours.module.modules()] == modes

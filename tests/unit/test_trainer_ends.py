@@ -311,13 +311,18 @@ def test_weights_are_checked_for_being_finite_at_a_save_between_log_points_too()
 
 def test_a_figure_of_a_task_leaves_out_broken_images_and_has_one_number_for_each_example() -> None:
     trainer = trainer_of(network(), World.solo())
-    logged = list[tuple[str, list[float]]]()
-    listener = replace(trainer.step.listener, log=lambda name, values: logged.append((name, values.tolist())))
-    trainer.step.listener = listener
+    logged, graphs = list[tuple[str, list[float]]](), set[bool]()
+
+    def log(name: str, values: torch.Tensor) -> None:
+        logged.append((name, values.tolist()))
+        graphs.add(values.requires_grad)
+
+    trainer.step.listener = replace(trainer.step.listener, log=log)
     labels, values = torch.tensor([2, -1, 0]), torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     trainer.step.log(labels, "my/figure", values)
     trainer.step.log(labels, "my/figure", values[:0])  # of a stage without the last layer
     assert logged == [("my/figure", [1.0, 0.0, 3.0]), ("my/figure", [])]
+    assert graphs == {False}, "a graph would live until the log point"
     for wrong in (values[:2], values[None], values.sum()):
         with pytest.raises(InputError, match=r"task: the figure 'my/figure' has the shape .* \(3,\)$"):
             trainer.step.log(labels, "my/figure", wrong)

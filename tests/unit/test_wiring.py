@@ -589,7 +589,14 @@ def trainer_of_run(
 def test_a_trainer_has_the_settings_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, beats, compiled = StopRequest(), list[int](), list[Any]()
     monkeypatch.setattr(train_state, "compile_model", lambda *parts: compiled.append(parts[3]))
-    words = ("train.patience=3", "train.min_delta=0.5", "monitor=-loss", "train.eval_views=2", "metric=f1")
+    words = (
+        "train.patience=3",
+        "train.min_delta=0.5",
+        "monitor=-loss",
+        "train.eval_views=2",
+        "metric=f1",
+        "loss=bce",
+    )
     facts = trainer_of_run(tmp_path / "a", monkeypatch, *words, stop=stop, heartbeat=lambda: beats.append(1))
     assert (facts["patience"], facts["monitor"]) == (
         Patience(limit=3, min_delta=0.5),
@@ -600,6 +607,8 @@ def test_a_trainer_has_the_settings_of_its_job(tmp_path: Path, monkeypatch: pyte
     facts["heartbeat"]()
     assert beats == [1]
     assert [*facts["scores"].metrics] == ["f1"]
+    assert (facts["scores"].kind, facts["scores"].targets) == ("sigmoid", "classes")
+    assert facts["predictions"].kind == "sigmoid"
     predictions = facts["predictions"]
     assert (len(predictions.split), predictions.observer) == (10, facts["telemetry"].observer), "of the evaluation"
     assert facts["checkpointer"].on_saved == facts["telemetry"].observer.saved
