@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -376,13 +376,18 @@ def test_numbers_that_the_items_of_a_data_set_draw_change_no_initial_weight(
 @dataclass
 class Counting(Callback):
     steps: int = 0
+    name: str = ""
+    calls: ClassVar[list[tuple[str, int]]] = []
 
     def step_end(self, run: TrainingRun) -> None:
         self.steps += 1
+        self.calls.append((self.name, run.step))
 
 
 def test_runs_of_one_job_have_callbacks_of_their_own(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run", "model=linear", "device=cpu", "steps=2")
-    job = replace(load_job(run.config), callback={"counting": (counting := Counting())})
-    experiment.run(job, run, World.solo())
-    assert counting.steps == 0
+    job = replace(load_job(run.config), callback={"counting": (counting := Counting(name="of the job"))})
+    Counting.calls.clear()
+    experiment.run(job, run, World.solo(), callbacks={"other": (other := Counting(name="of the program"))})
+    assert (counting.steps, other.steps) == (0, 2), "that of the job is copied"
+    assert Counting.calls == [(name, step) for step in (1, 2) for name in ("of the job", "of the program")]

@@ -174,9 +174,13 @@ def test_a_fixed_norm_and_decay_go_together() -> None:
     options = {"lr": 0.1, "fixed_norm": True, "weight_decay": 0.5, "decay_all": True}
     for parameter in model.parameters():
         parameter.register_hook(torch.zeros_like)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     train(model, Muon(**options).build(model), steps=1, lr=0.1)
     for at in (0, 3, 5):
         assert model[at].weight.norm().item() == pytest.approx(0.95 * len(model[at].weight) ** 0.5, rel=1e-12)
+        del before[f"{at}.weight"]
+    for name, was in before.items():  # the head, norms and biases, which have no norm of their own
+        torch.testing.assert_close(model.get_parameter(name).detach(), 0.95 * was, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9), (1, 9, 4), (3, 5, 5)])

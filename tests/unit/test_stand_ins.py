@@ -110,7 +110,7 @@ def test_the_words_of_objects_come_before_those_of_the_user_and_say_what_is_not_
         ({"epochs": 2}, [], r'^epochs is a key, which is set by a word: \["epochs=2"\]$'),
         (
             {"model": DigitNet()},
-            ["steps=1", "model=linear"],
+            ["steps=1", "model=linear", "model=vit"],
             "^model=linear and an object both choose the model; rem",
         ),
     ],
