@@ -94,13 +94,13 @@ def test_callbacks_take_none_of_a_steps_calls_from_its_listener() -> None:
     assert calls == names * 2
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_checkpoint_has_the_states_of_the_callbacks(told: bool) -> None:
-    trainer = told_by(Told()) if told else trainer_of(network(), World.solo())
+@pytest.mark.parametrize("has_callbacks", [True, False])
+def test_a_checkpoint_has_the_states_of_the_callbacks(has_callbacks: bool) -> None:
+    trainer = told_by(Told()) if has_callbacks else trainer_of(network(), World.solo())
     saved = list[Any]()
     trainer.checkpointer.save = lambda **state: saved.append(state["callbacks"])  # type: ignore[method-assign]
     trainer.save()
-    assert saved == [{"told": {"moments": []}} if told else None]
+    assert saved == [{"told": {"moments": []}} if has_callbacks else None]
 
 
 def test_an_epoch_without_an_evaluation_ends_too() -> None:

@@ -249,8 +249,8 @@ def test_a_task_is_tried_on_images_of_the_size_and_the_format_of_the_training(
     loss: Any = nn.Module()
     own_losses.check_task(job, job.task, loss, torch.arange(3), World.solo())
     assert network.shapes == [(2, 3, 32, 24)]
-    what, losses, images, targets = checked
-    assert (what, targets.tolist()) == ("task=OwnTask", [0, 1, 2])
+    option, losses, images, targets = checked
+    assert (option, targets.tolist()) == ("task=OwnTask", [0, 1, 2])
     assert (images.shape, images.dtype) == ((3, 3, 32, 24), torch.float64)
     outputs = losses(images, targets)
     assert (outputs.shape, outputs.dtype) == ((3, 24), torch.float64)
