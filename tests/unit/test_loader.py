@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,21 +125,24 @@ def test_a_streamed_image_is_the_box_of_its_epoch(folder: Folder, workers: int) 
     assert torch.equal(second, split.fetch(indices.tolist(), 1))
 
 
-def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder) -> None:
-    whole = loader(folder, Resident())
+@pytest.mark.parametrize("partners", [False, True])
+def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder, partners: bool) -> None:
+    whole = loader(folder, Resident(), partners=partners)
     for shard in shards(whole):
         batch = whole.global_batch(shard.step)
         (again,) = batch.shards(batch.images)
         assert (again.step, again.epoch, again.count) == (shard.step, shard.epoch, shard.count)
         for name in ("images", "labels", "indices"):
-            assert torch.equal(getattr(again, name), getattr(shard, name))
+            assert torch.equal(getattr(again, name), getattr(shard, name)[: shard.count])
 
 
 def test_the_images_of_a_step_are_those_of_its_own_reader() -> None:
     """Another size of the images begins with another reader."""
     whole = loader(Digits(), Resident())
     inverse = replace(Digits().train(), images=255 - Digits().train().images)
-    later = replace(whole, train_feeds={**whole.train_feeds, 2: Resident().feed(inverse, world())})
+    feed = Resident().feed(inverse, world())
+    later = replace(whole, train_feeds={**whole.train_feeds, 2: feed, 99: feed})
+    assert [shard.step for shard in shards(later)] == [*range(1, 10)], "the run is over before the third one"
     for shard in itertools.islice(shards(later), 4):
         assert torch.equal(later.global_batch(shard.step).images, shard.images)
         images = shard.images if shard.step <= 2 else 255 - shard.images
@@ -171,9 +174,40 @@ def test_examples_are_looked_at_one_by_one_as_their_epoch_has_them(
         assert (piece.number, piece.pieces) == (expected[example].number, expected[example].pieces)
 
 
+def test_an_example_is_looked_at_once_and_in_its_epoch_alone(folder: Folder) -> None:
+    """An epoch of repeated examples shows a part of them, each of these twice."""
+    own = loader(folder, Streaming(workers=0))
+    own = replace(own, order_of=lambda epoch: torch.arange(50) % 25 + 25 * (epoch % 2))
+    for epoch, seen in ((0, [3, 20]), (1, [30])):
+        assert [example for example, _ in own.one_by_one(torch.tensor([30, 20, 3]), epoch)] == seen
+
+
+@pytest.mark.parametrize("crops", [False, True])
+def test_only_a_split_that_cuts_boxes_is_asked_for_the_repetitions_of_an_example(crops: bool) -> None:
+    requested = list[int]()
+
+    def feed(requests: Any) -> Iterator[Any]:
+        for _, indices in requests:
+            requested.extend(indices.tolist())
+            yield torch.zeros(len(indices), 1, 8, 8, dtype=torch.uint8), {}
+
+    own = replace(loader(Digits(), Resident()), train_feeds={0: feed}, crops=crops)
+    own = replace(own, order_of=lambda epoch: 100 + torch.arange(50))
+    (first, *_) = shards(own)
+    assert first.indices.tolist() == [*range(100, 116)]
+    assert torch.equal(first.labels, Digits().train().labels[:16])
+    assert requested[:16] == ([*range(100, 116)] if crops else [*range(16)])
+
+
+def test_the_steps_of_an_epoch_are_read_together_up_to_their_number() -> None:
+    own = replace(loader(Digits(), Resident()), stride=3)
+    assert [[step.step for step in group.steps] for group in own.train(0)] == [[1], [2, 3, 4], [5, 6, 7], [8], [9]]
+
+
 def test_a_sample_is_spread_over_the_split_and_has_no_broken_image(folder: Folder, damaged: Folder) -> None:
     split = folder.train()
     assert torch.equal(sample(split, 5), split.fetch([0, 10, 20, 30, 40]))
+    assert torch.equal(sample(split, 4), split.fetch([0, 12, 25, 37]))
     assert torch.equal(sample(split, 99), split.fetch(list(range(50))))
     assert sample(replace(damaged.train(), skip=1), 2).shape == (1, 3, 8, 8)
 
@@ -609,24 +643,41 @@ def test_reading_takes_the_cores_of_the_training_on_a_cpu_alone(
 
 
 def test_a_step_waits_for_the_copy_of_its_images_whose_memory_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = list[str]()
+    events, streams = list[str](), list[Any]()
 
     def pinned(image: torch.Tensor) -> torch.Tensor:
         events.append("pinned")
         return image
 
-    copying = SimpleNamespace(record_event=lambda: "the copy")
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        events.append(f"begin on {stream.name}")
+        yield
+        events.append("end")
+
+    def copied(image: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        events.append("copied" if non_blocking else "waited for")
+        return image
+
+    def made(device: torch.device) -> Any:
+        streams.append(copying)
+        return copying
+
+    copying = SimpleNamespace(record_event=lambda: "the copy", name="a stream for copies")
     stepping = SimpleNamespace(wait_event=lambda event: events.append(f"the step waits for {event}"), name="the step")
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    fakes = {"Stream": lambda device: copying, "current_stream": lambda device: stepping, "stream": nullcontext}
+    fakes = {"Stream": made, "current_stream": lambda device: stepping, "stream": on}
     for name, fake in {**fakes, "Event": lambda blocking: event}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(torch.Tensor, "to", lambda image, device, non_blocking: image)
+    monkeypatch.setattr(torch.Tensor, "to", copied)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda image, stream: events.append(f"kept for {stream.name}"))
-    read = Streaming(workers=0).feed(Digits().train(), World.solo("cuda:6"))
-    assert len(list(read([(0, torch.arange(4))]))) == 1
-    assert events == ["pinned", "the step waits for the copy", "kept for the step"]
+    copy = ["pinned", "begin on a stream for copies", "copied", "end"]
+    for _ in range(2):
+        read = Streaming(workers=0).feed(Digits().train(), World.solo("cuda:6"))
+        assert len(list(read([(0, torch.arange(4))]))) == 1
+    assert events == [*copy, "the step waits for the copy", "kept for the step"] * 2
+    assert len(streams) == 1, "one for all readers of a GPU"
 
 
 def test_images_that_just_fit_become_resident_and_a_given_loader_says_so(folder: Folder) -> None:
@@ -758,6 +809,12 @@ def test_each_rank_has_its_blocks_of_an_epoch_and_the_first_ones_again(epoch: in
             assert torch.equal(group.images, split.fetch(block.tolist()))
             (shard,) = group.shards(group.images)
             assert (shard.step, shard.epoch, shard.count, shard.number, shard.pieces) == (last, epoch, 4, 0, 1)
+
+
+def test_the_last_block_of_an_epoch_may_be_short() -> None:
+    groups = [*loader(Digits(), Resident()).blocks_of_epoch(0, 13)]
+    counts = [shard.count for group in groups for shard in group.shards(group.images)]
+    assert counts == [len(group.indices) for group in groups] == [4] * 12 + [2]
 
 
 def test_broken_images_of_the_blocks_of_an_epoch_are_skipped_too(damaged: Folder) -> None:

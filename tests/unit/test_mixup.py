@@ -133,6 +133,7 @@ def test_without_mixing_the_targets_are_the_labels() -> None:
 def test_a_piece_without_examples_has_a_loss_of_zero(kind: str) -> None:
     path = transforms(mixing(kind))
     last = shards(path, 4, Resident(), 0)[2]
+    assert not last.mix_partner
     empty = [micro for micro, _ in last.micro_batches(4) if not len(micro.labels)]
     assert empty
     images, targets = path.mixed(empty[0])

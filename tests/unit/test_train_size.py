@@ -43,7 +43,9 @@ def test_each_step_has_the_images_of_a_run_with_its_size_alone(tmp_path: Path, l
     alone = {size: [images for _, images, _ in job.batches()] for size, job in jobs.items()}
     job = lockstep.compose([*words, PROGRESSIVE])
     for after in (0, 1, 2, 6, 7):
-        for step, images, _ in job.batches(after):
+        batches = [*job.batches(after)]
+        assert [step for step, _, _ in batches] == [*range(after + 1, 9)]
+        for step, images, _ in batches:
             size = "16" if step <= 2 else "[24,16]" if step <= 6 else "32"
             assert torch.equal(images, alone[size][step - 1])
 
