@@ -174,7 +174,9 @@ def test_crops_of_a_batch_on_a_gpu_or_of_one_pixel_have_the_pixels_of_pillow(
     for image, (top, left, height, width), crop in zip(batch, boxes.tolist(), crops, strict=True):
         whole = Image.fromarray(image.permute(1, 2, 0).numpy()).crop((left, top, left + width, top + height))
         expected = torch.from_numpy(np.array(whole.resize(size[::-1], filter))).permute(2, 0, 1)
-        assert (crop.int() - expected.int()).abs().max() <= 2
+        difference = (crop.int() - expected.int()).double()
+        assert difference.abs().max() <= 2
+        assert difference.mean().abs() < 0.4 or size == (1, 1), "rounded, and not cut off"
     assert (crops.int() - resized_crops(batch, boxes, size, interpolation).int()).abs().max() <= 2
     some = torch.tensor([7, 3, 3])
     assert torch.equal(crops_together(batch[some], boxes[some], size, interpolation), crops[some])
@@ -321,10 +323,10 @@ def test_a_field_that_the_crop_does_not_use_is_refused_and_a_crop_that_is_typed_
         with pytest.raises(InputError) as caught:
             RandAugment(crop=crop, **{name: value})
         assert str(caught.value) == f"augment.{name} is {value}, but augment.crop={crop} does not use it; {remedy}"
-    for fit, usual in itertools.product(FITS, ("standard", "crop_flip")):
+    for fit, usual in itertools.product(FITS, ("standard", "crop_flip", "shift", "none")):
         source: Any = SimpleNamespace(fit=fit, usual_augment=usual)
         of_fit = "resized" if fit == "crop" else "none"
-        chosen = {"RandomResizedCrop": of_fit, "RandAugment": "pad" if usual == "crop_flip" else of_fit}
+        chosen = {"RandomResizedCrop": of_fit, "RandAugment": of_fit if usual == "standard" else "pad"}
         for kind in (RandomResizedCrop, RandAugment) if crop != "pad" else (RandAugment,):
             expected = chosen[kind.__name__] if crop == "auto" else crop
             assert kind(crop=crop).for_data(source) == kind(crop=expected)

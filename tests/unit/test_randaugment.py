@@ -247,6 +247,7 @@ def test_colour_changes_are_drawn_as_by_colorjitter_and_by_their_probabilities()
     shares = [(op != IDENTITY).float().mean().item() for op, _ in drawn[3:]]
     assert shares == pytest.approx([0.2, 0.1, 0.25], abs=0.015)
     assert [int(op.max()) for op, _ in drawn[3:]] == [operations.COLOR, BLUR, operations.SOLARIZE]
+    assert [amount.unique().tolist() for _, amount in (drawn[3], drawn[5])] == [[-1.0], [128.0]], "grey, and half"
     numbers = [*(amount for _, amount in [*drawn[:3], drawn[4]]), *((op != IDENTITY).double() for op, _ in drawn[3:])]
     related = torch.corrcoef(torch.stack(numbers)).fill_diagonal_(0).abs()
     assert related[3:].max() < 0.05, "the strengths and the choices depend on nothing else"
@@ -307,19 +308,19 @@ def test_a_gpus_way_is_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPa
 def test_a_policy_moves_pixels_by_its_own_resampling_and_fills_with_its_own_colour(
     policy: Any, fill: list[int], resample: str
 ) -> None:
-    stored, rng = torch.full((60, 3, 12, 12), 255, dtype=torch.uint8), draws(60)
+    stored, rng = torch.full((60, 3, 12, 40), 255, dtype=torch.uint8), draws(60)
     augment = policy(resample=resample, fill=fill)
     expected = stored
-    for step in augment.steps(rng, (12, 12)):
+    for step in augment.steps(rng, (12, 40)):
         expected = operate(expected, *step, resample, tuple(fill))
     moved = augment.operate(stored, rng)
     assert torch.equal(moved, expected)
-    ((op, amount), *_) = augment.steps(rng, (12, 12))
+    ((op, amount), *_) = augment.steps(rng, (12, 40))
     far = (op == geometry.TRANSLATE_X) & (amount.abs() > 2)
     colours = (fill * 3)[:3]
     if policy is TrivialAugment:
         assert far.any()
-        sides = moved[far].permute(0, 2, 3, 1)[:, 6, [0, 11]].tolist()
+        sides = moved[far].permute(0, 2, 3, 1)[:, 6, [0, 39]].tolist()
         assert all(colours in pair for pair in sides)
 
 

@@ -245,6 +245,18 @@ def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image(side:
     assert torch.equal(train(transforms(CIFAR10(), cutout=Cutout(side)), batch[7:9], indices[7:9]), cut[7:9])
 
 
+@pytest.mark.parametrize("side", [1, 7, 8])
+def test_cutout_is_a_square_around_a_centre_that_is_anywhere_in_an_oblong_image(side: int) -> None:
+    pixels, keys = torch.ones(60, 2, 9, 24), sample_keys(0, 0, torch.arange(60), CUTOUT)
+    Cutout(side).apply(pixels, keys)
+    for image, own_key in zip(pixels, keys, strict=True):
+        row, column = int(uniform(own_key, 0) * 9), int(uniform(own_key, 1) * 24)
+        expected = torch.ones(2, 9, 24)
+        top, left = row - side // 2, column - side // 2
+        expected[:, max(0, top) : top + side, max(0, left) : left + side] = 0
+        assert torch.equal(image, expected)
+
+
 class Drawn:
     """Stands for the module `random` in timm's random erasing, with the numbers of one of our images."""
 
