@@ -224,6 +224,8 @@ def test_means_and_augmentations_of_photos_are_refused_before_there_is_a_run(roo
 def test_other_channels_have_the_average_of_the_colours(channels: int, mean: list[float], root: Path) -> None:
     words = ("dataset=folder", f"dataset.path={root}", f"dataset.channels={channels}")
     assert resolved(*words).input.mean == pytest.approx(mean)
+    std = {3: [0.229, 0.224, 0.225], 1: [0.226], 5: [0.226] * 5}[channels]
+    assert resolved(*words).input.std == pytest.approx(std)
 
 
 def test_a_model_of_five_channels_is_used_like_any_other(root: Path, tmp_path: Path) -> None:

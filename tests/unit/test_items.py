@@ -312,6 +312,8 @@ def test_targets_of_each_kind(kind: str) -> None:
 def test_targets_that_fit_no_class_name_the_item() -> None:
     with pytest.raises(InputError, match="item 2 of the training split has the label 2, expected 0 to 1"):
         option(Photos(), Photos(), names=("a", "b")).train()
+    with pytest.raises(InputError, match="item 1 of the training split has the label -2, expected 0 to 1"):
+        option(Photos(targets=[0, -2]), Photos(), names=("a", "b")).train()
     with pytest.raises(InputError, match=r"item 1 of the training split has the label 0.5.*task=regression"):
         option(Photos(targets=[0, 0.5]), Photos()).train()
     with pytest.raises(InputError, match="item 1 of the evaluation split has the label '7', which no training"):
@@ -356,6 +358,8 @@ def test_folds_and_limits_hold_and_cut_data_are_tested_on_the_evaluation_dataset
     test = folds[0].test()
     assert test is not None
     assert test.name(3) == "item 3 of the test split"
+    exam = Photos(targets=CLASSES[::-1])
+    assert option(Photos(), Photos(), exam, val_share=0.5).test().labels.tolist() == CLASSES[::-1]  # type: ignore[union-attr]
     assert len(option(Photos(), Photos(), limit=6).train()) == 6
 
 
@@ -420,6 +424,8 @@ def test_each_data_set_of_torchvision_takes_its_splits_and_says_how_it_is_fetche
     for value, read in zip(TORCHVISION_SPLITS[name], reads, strict=True):
         key = "train" if isinstance(value, bool) else "split"
         assert value is None or key in parameters
+        roles = ((True, "train", "trainval"), (False, "val", "valid", "test"), ("test",))
+        assert value is None or value in roles[reads.index(read)]
         if value is None and read != source.train_dataset:
             assert read() is None
             continue
@@ -519,7 +525,10 @@ def test_names_are_those_of_the_column_of_targets_or_else_the_classes(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("label", 3), ("labels", lambda: CLASSES), ("target", None), ("group", "A"), ("targets", torch.tensor(3))],
+    [
+        *(("label", 3), ("labels", lambda: CLASSES), ("target", None), ("group", "A"), ("targets", torch.tensor(3))),
+        *(("targets", [0, 1]), ("labels", [2] * (NUMBER + 1))),
+    ],
 )
 def test_an_attribute_that_has_another_meaning_is_not_used(name: str, value: Any) -> None:
     train = Photos()
@@ -563,6 +572,8 @@ class Failing(Photos):
 def test_storage_and_memory_that_fail_are_not_skipped_as_broken_items(error: Exception) -> None:
     with pytest.raises((StorageError, MemoryError)):
         option(Failing(error), Photos(), skip=5).train()
+    with pytest.raises(StorageError, match="of our own"):
+        option(Failing(StorageError("of our own")), Photos(), skip=5).train()
     for broken_item in (FileNotFoundError(errno.ENOENT, "No such file"), OSError("image file is truncated")):
         assert len(option(Failing(broken_item), Photos(), skip=5).train()) == NUMBER
 

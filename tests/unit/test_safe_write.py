@@ -127,6 +127,11 @@ def write_pack(place: Path) -> None:
     pack_source(Folder(path=str(place), decode_size=8), place / "packed", threads=1, advanced=lambda number: None)
 
 
+def test_the_name_of_a_packed_data_set_is_on_the_disk_too(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    write_pack(tmp_path)
+    assert calls[-2:] == [("name", "packed"), ("sync", tmp_path.name)]
+
+
 def write_run(place: Path) -> None:
     run = RunDir.at(place / "run")
     run.write_summary(status="completed")
