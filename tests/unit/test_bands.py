@@ -86,6 +86,7 @@ def test_grey_is_pillows_conversion_of_the_decoded_photo(kind: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "channels first": (lambda: array(np.moveaxis(IMAGE, 2, 0)), r"\(5, 30, 22\), expected .*x 5 .*save np.moveaxis"),
+    "fewer channels": (lambda: array(IMAGE[..., :2]), r"\(30, 22, 2\), expected height x width x 5 channels\)"),
     "two dimensions": (lambda: array(IMAGE[..., 0]), r"its shape is \(30, 22\), expected height x width x 5"),
     "no pixels": (lambda: array(IMAGE[:0]), "its header says 22x0"),
     "16 bits": (lambda: array(IMAGE.astype(np.uint16)), "its numbers are uint16, expected uint8; choose .* LOW"),

@@ -28,6 +28,7 @@ from lockstep.data.datasets import CSV, MNIST, WebDataset, decode
 from lockstep.data.datasets.builtin import read_idx
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.files import FileSplit
+from lockstep.data.datasets.photos import scans_of_jpeg
 from lockstep.inference.images import stored_image
 
 END = bytes(2 * tarfile.BLOCKSIZE)
@@ -453,6 +454,13 @@ def test_a_tile_that_inflates_to_more_than_twice_its_size_is_refused_wherever_it
         ValueError, match=f"^a strip or tile of it has {size + 1:,} bytes, expected at most {size:,}$"
     ):
         file.stored(preprocessing(8, 8, 5))
+
+
+def test_the_scans_of_a_preview_in_a_photo_are_not_counted() -> None:
+    photo, preview = scans(3, 48), saved("JPEG", (32, 24))
+    note = b"Exif\0\0" + preview
+    noted = photo[:2] + b"\xff\xe1" + struct.pack(">H", len(note) + 2) + note + photo[2:]
+    assert [scans_of_jpeg(content) for content in (preview, photo, noted)] == [1, 12, 12]
 
 
 def test_a_large_photo_may_have_as_many_scans_as_cameras_make(monkeypatch: pytest.MonkeyPatch) -> None:

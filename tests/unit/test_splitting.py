@@ -239,6 +239,20 @@ def test_every_source_of_files_keeps_groups_whole(name: str, by: str, root: Path
     assert (len(limited[0]), len({number % 6 for number, _ in limited[0]})) == (8, 2), "two whole groups"
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_images_are_cut_by_names_that_no_place_of_the_data_changes(name: str, root: Path) -> None:
+    """A data set that moved, or a shard that was renamed, has the splits that it had."""
+    files = [f"{'ab'[n // 3 % 2]}/train{n % 6}_{n}" for n in range(24)]
+    by_class = sorted(files, key=lambda file: (file[0], f"{file}.png"))
+    expected = {
+        "csv": [f"train/{file}.png" for file in by_class],
+        "hf": [str(n) for n in range(24)],
+        "webdataset": [file[2:] for file in files],
+    }.get(name, [f"{file}.png" for file in by_class])
+    names = source(name, root).listings()["train"].names.tolist()
+    assert [text.decode() for text in names] == expected
+
+
 @pytest.mark.parametrize("two", [*itertools.combinations(SPLIT_NAMES, 2)], ids="-".join)
 def test_a_group_in_any_two_of_the_splits_is_refused(two: tuple[str, str]) -> None:
     splits = {}
