@@ -172,7 +172,13 @@ def test_training_alone_reads_jpegs_at_a_fraction_of_their_size(tmp_path: Path) 
     assert data.read_as(cropped, data.preprocessing).crop is None, "whole images again"
 
 
-def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(path: Path, flags: int) -> int:
+        assert flags & os.O_NONBLOCK, "it waits for a writer"
+        return open_(path, flags)
+
+    open_ = os.open
+    monkeypatch.setattr(os, "open", opened)
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(ValueError, match="not a regular file"):
         ImageFile.read(tmp_path / "a.png")

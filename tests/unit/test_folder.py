@@ -247,6 +247,8 @@ def test_files_of_at_most_half_of_the_input_are_called_small(tmp_path: Path, sid
         ({"decode_size": [64, 300]}, (64, 300), 1.0, "crop_flip"),
         ({"decode_size": [300, 64]}, (300, 64), 1.0, "crop_flip"),
         ({"decode_size": 65}, (65, 65), 1.0, "standard"),
+        ({"decode_size": 300, "input_size": [224, 160]}, (224, 160), 1.0, "standard"),
+        ({"input_size": [224, 160]}, (224, 160), 0.875, "standard"),
     ],
 )
 def test_only_squares_of_256_pixels_have_the_usual_centre_and_only_small_images_are_shifted(

@@ -376,6 +376,14 @@ def test_a_limit_is_a_number_of_examples_and_leaves_one_of_each_class(labels: li
         assert (np.abs(left - quotas) < 1).all(), "Hamilton's method"
 
 
+@pytest.mark.parametrize(("limit", "left"), [(16, [12, 4]), (32, [24, 8]), (35, [24, 8]), (47, [32, 12])])
+def test_a_limit_on_images_in_groups_leaves_as_many_groups_of_each_class_as_is_its_share(
+    limit: int, left: list[int]
+) -> None:
+    examples = examples_of([(group, int(group >= 9)) for group in range(12) for _ in range(4)])
+    assert examples.labels[examples.within(limit)].bincount().tolist() == left
+
+
 @given(st.integers(10, 60), st.integers(0, 59))
 def test_a_group_that_is_added_moves_at_most_one_other_of_its_class(number: int, new: int) -> None:
     units = [(group, group % 2) for group in range(number) for _ in range(2)]
