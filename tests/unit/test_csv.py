@@ -116,6 +116,8 @@ def test_lines_of_one_image_are_on_one_side_of_a_held_out_share(root: Path, shar
     ("lines", "sentence"),
     [
         ([*LINES, "a.png,cat"], "line 5 of .* has 2 columns, expected 3"),
+        ([LINES[0], "", *LINES[1:], "", "a.png,cat"], "line 7 of .* has 2 columns, expected 3"),
+        ([f"{LINES[0]},note", 'a.png,cat,train,"two\nlines"', "c.png"], "line 4 of .* has 1 column, expected 4"),
         ([*LINES, ",cat,train"], "line 5 of .* has nothing in the column 'path'"),
         ([*LINES, "c.png,,train"], "line 5 of .* has nothing in the column 'label'"),
         ([*LINES, "none.png,cat,train"], "line 5 .* has 'none.png', and .*/none.png is not a file.*dataset.images="),

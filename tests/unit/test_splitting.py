@@ -415,6 +415,8 @@ def test_a_cut_that_leaves_a_side_without_a_label_is_refused() -> None:
         single.fold(4, 0)
     with pytest.raises(InputError, match="the label b has 1 group, and a fold would have none; remove the label"):
         grouped.fold(2, 0)
+    with pytest.raises(InputError, match=r"the class 1 has 3 images, and a fold would have none; .*the class$"):
+        Examples(names, labels[:, 1].long(), (), "classes").fold(4, 0)
     values = Examples(names, labels, (), "values", [b"x"] * 12)
     with pytest.raises(InputError, match=r"the data set has 1 group, and a fold would have none; remove dataset\.f"):
         values.fold(2, 0)
@@ -497,6 +499,23 @@ def test_a_pattern_that_does_not_end_is_one_sentence(
     split = Folder(path=str(tmp_path / "photos"), val_share=0.5, group_pattern=pattern)
     with pytest.raises(InputError, match=r"dataset.group_pattern is .* takes more than 3 s for 2 names"):
         split.prepare()
+
+
+def test_a_pattern_that_takes_too_long_is_told_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts = list[float]()
+
+    def run(words: list[str], *, timeout: float, **options: Any) -> None:
+        timeouts.append(timeout)
+        raise listing.subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(listing.subprocess, "run", run)
+    with pytest.raises(InputError) as caught:
+        files_of(*map(str, range(1234))).grouped("(a+)+")
+    assert str(caught.value) == (
+        "dataset.group_pattern is '(a+)+', which takes more than 30 s for 1,234 names; write it without repetitions "
+        "inside of repetitions, such as (a+)+"
+    )
+    assert timeouts == [30]
 
 
 def files_of(*names: str, **facts: Any) -> listing.Files:
@@ -602,6 +621,20 @@ def test_a_share_that_leaves_a_split_without_a_label_is_refused_with_another_sha
         with pytest.raises(InputError) as caught:
             examples.share(key, 0.3)
         assert str(caught.value) == f"dataset.{key} is 0.3, but {sentence.format(name)}"
+
+
+@pytest.mark.parametrize(("key", "first"), [("val_share", 11), ("test_share", 8)])
+def test_a_share_that_takes_all_images_of_a_label_is_refused_with_another_share(key: str, first: int) -> None:
+    """The label d is on two of the three images of b, and of c, and their hashes are the smallest ones."""
+    labels = torch.zeros(12, 4)
+    labels[:, 0] = labels[0:3, 1] = labels[3:6, 2] = labels[[0, 1, 3, 4], 3] = 1
+    examples = Examples([b"%d" % n for n in range(first, first + 12)], labels, "abcd", "labels")
+    with pytest.raises(InputError) as caught:
+        examples.share(key, 0.67)
+    assert str(caught.value) == (
+        f"dataset.{key} is 0.67, but the label d has 4 images, and the training split would have none; use another "
+        "share, or remove the label"
+    )
 
 
 def test_images_in_memory_are_cut_by_their_numbers() -> None:

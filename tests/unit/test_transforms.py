@@ -98,6 +98,16 @@ def test_a_mean_and_a_deviation_that_are_given_come_before_those_of_the_data() -
     torch.testing.assert_close(path.eval(batch), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("augment", [RandomResizedCrop(), RandAugment(), TimmRandAugment()], ids=repr)
+def test_boxes_are_resized_on_the_device_as_the_data_set_says(augment: Any, interpolation: str) -> None:
+    batch, indices = images(6, 3, 40, 36), torch.arange(6)
+    how = replace(CIFAR10().preprocessing, interpolation=interpolation)
+    path = DeviceTransforms.of(how, augment, device=torch.device("cpu"), precision=FP32(), seed=3)
+    crops = augment.apply(batch, SampleRNG(3, 2, indices), (32, 32), interpolation)
+    assert torch.equal(train(path, batch, indices, 2), transforms(CIFAR10()).eval(crops))
+
+
 def test_boxes_of_files_are_flipped_and_not_cut_once_more() -> None:
     source = Folder(path="nowhere", decode_size=32, input_size=32, crop=1.0, crop_from="file")
     batch = images(8, 3, 32, 32)
