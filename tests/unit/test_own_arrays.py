@@ -1,6 +1,7 @@
 """Data sets of arrays of a user's own: what they may return, and what is refused with the line that converts it."""
 
 import dataclasses
+import hashlib
 import re
 from typing import Any
 
@@ -67,6 +68,8 @@ def test_other_pixels_and_other_labels_are_other_data() -> None:
     assert source(labels=1 - KINDS).fingerprint() != own
     assert source(PIXELS[::-1].copy()).fingerprint() != own
     assert source(PIXELS.copy(), KINDS.copy()).fingerprint() == own
+    stored = {"images": PIXELS.tobytes(), "labels": KINDS.astype("<i8").tobytes()}
+    assert own["val"] == {part: hashlib.sha256(content).hexdigest() for part, content in stored.items()}
 
 
 @pytest.mark.parametrize("off", [-0.49, 0.49])

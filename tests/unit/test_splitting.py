@@ -253,6 +253,31 @@ def test_images_are_cut_by_names_that_no_place_of_the_data_changes(name: str, ro
     assert [text.decode() for text in names] == expected
 
 
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_fingerprint_of_data_is_that_of_earlier_versions(name: str, root: Path) -> None:
+    """Runs that they began are resumed."""
+    own = source(name, root)
+    files = own.listings()["train"]
+    labels = np.array([n // 3 % 2 for n in range(24)])
+    members = digest(np.arange(24).tobytes(), labels.tobytes())
+    photos = [root / "train" / "ab"[label] / f"train{n % 6}_{n}.png" for n, label in enumerate(labels)]
+    sizes = [photo.stat().st_size for photo in photos]
+    if name == "webdataset":
+        keys = "\0".join(f"{photo.stem} {size}" for photo, size in zip(photos, sizes, strict=True))
+        expected = {"examples": f"24 of {digest(keys.encode())} ({members})"}
+    elif name == "hf":
+        expected = {"examples": f"24 of train, 24 rows, {digest(np.array(sizes).tobytes())} ({members})"}
+    else:
+        by_class = files.keys.reshape(2, 12).tolist()
+        hashes = [digest(*(name + b"\0" for name in names)) for names in by_class]
+        expected = {label: f"12 files ({own_hash})" for label, own_hash in zip("ab", hashes, strict=True)}
+    assert own.fingerprint()["train"] == expected
+
+
 @pytest.mark.parametrize("two", [*itertools.combinations(SPLIT_NAMES, 2)], ids="-".join)
 def test_a_group_in_any_two_of_the_splits_is_refused(two: tuple[str, str]) -> None:
     splits = {}
@@ -594,8 +619,12 @@ def test_other_members_and_other_names_are_other_data() -> None:
         for own in (["ab", "c"], ["a", "bc"])
     ]
     assert many[0].fingerprint() != many[1].fingerprint()
-    (digest,) = files_of("ab", "c").fingerprint().values()
-    assert digest == f"2 files ({hashlib.sha256(bytes('ab', 'ascii') + bytes(1) + b'c' + bytes(1)).hexdigest()[:16]})"
+    assert files_of("ab", "c").fingerprint() == {"a": f"2 files ({digest(b'ab', bytes(1), b'c', bytes(1))})"}
+    assert files_of("x").fingerprint() == {"a": f"1 file ({digest(b'x', bytes(1))})"}
+    assert many[0].fingerprint() == {
+        "examples": f"2 files ({digest(b'ab', bytes(1), b'c', bytes(1))})",
+        "labels": f"of x ({digest(bytes(2 * 4))})",
+    }
 
 
 @pytest.mark.parametrize(("folds", "every"), [(2, "0,1"), (5, "0,1,2,3,4"), (6, "0,1,...,5"), (1000, "0,1,...,999")])
