@@ -21,7 +21,7 @@ from helpers import ROOT, decoded, preprocessing
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.files import FileSplit
-from lockstep.data.datasets.preprocess import preprocess, to_rgb
+from lockstep.data.datasets.preprocess import preprocess, to_rgb, whole_size
 from lockstep.inference.images import stored_image
 
 REAL = ROOT.parent / "shared" / "data" / "imagenet_samples.tar.gz"
@@ -428,6 +428,16 @@ def test_of_a_tiny_share_of_a_photo_the_model_sees_its_middle_pixel() -> None:
     pixels = preprocess(photo, {**FACTS, "eval_crop": 0.01})
     assert pixels.shape == (1, 3, 4, 4)
     assert (pixels == np.asarray(photo)[4, 4][None, :, None, None]).all()
+
+
+@pytest.mark.parametrize(("sides", "whole"), [((1, 60), (1, 8)), ((60, 1), (8, 1)), ((2, 15), (1, 8))])
+def test_a_strip_in_a_frame_is_a_pixel_wide_at_least(sides: tuple[int, int], whole: tuple[int, int]) -> None:
+    assert whole_size(sides, (8, 8), "pad") == whole
+    strip = Image.new("RGB", sides[::-1], "white")
+    strip.save(data := io.BytesIO(), "PNG")
+    framed = ImageFile.of(data.getvalue()).stored(preprocessing(8, 8, fit="pad", mean=(0.0, 0.0, 0.0)))
+    assert [int((framed[0] == 255).any(axis).sum()) for axis in (1, 0)] == [*whole]
+    assert (framed == 255).sum() == 3 * whole[0] * whole[1]
 
 
 def test_premultiplied_pixels_are_shown_on_white_as_others_are() -> None:

@@ -144,6 +144,18 @@ def test_what_the_system_cannot_read_ends_with_74_in_every_reader(
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), "for other ranks"
 
 
+def test_storage_that_fails_is_no_reason_to_download_anew(
+    root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = list[str]()
+    monkeypatch.setattr(MNIST, "fetch", lambda source: fetched.append(source.root))
+    forget()
+    faults("train-images-idx3-ubyte", "EIO")
+    with pytest.raises(StorageError, match="cannot be read"):
+        MNIST(root=str(root)).prepare()
+    assert not fetched
+
+
 @pytest.mark.parametrize("kind", READERS)
 def test_what_can_be_read_at_the_fourth_attempt_is_read(root: Path, faults: Faults, kind: str) -> None:
     ending, read = READERS[kind]
