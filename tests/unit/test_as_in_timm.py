@@ -158,6 +158,18 @@ def test_the_file_beside_an_exported_model_prepares_photos_like_predict(
 
 
 @pytest.mark.parametrize("fit", CROP_MODES)
+@pytest.mark.parametrize("size", [(100, 20), (20, 100)])
+def test_the_file_beside_an_exported_model_resizes_noise_in_the_order_of_predict(
+    card: ModelCard, tmp_path: Path, size: tuple[int, int], fit: str
+) -> None:
+    """Values that are cut off after the first of two directions differ by the order of these."""
+    noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    shape = {"image_shape": (3, 80, 90), "input_shape": (3, 80, 90), "eval_crop": 1.0}
+    assert_alike(replace(card, interpolation="bicubic", fit=fit, **shape), [tmp_path / "noise.png"])
+
+
+@pytest.mark.parametrize("fit", CROP_MODES)
 @pytest.mark.parametrize("interpolation", ROUNDING)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_file_beside_an_exported_model_prepares_photos_of_every_kind_like_predict(
