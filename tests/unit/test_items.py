@@ -659,6 +659,18 @@ def test_random_items_are_said_of_their_split(split: str) -> None:
     assert option(*datasets_of.values()).changes == (split == "training")
 
 
+def test_an_option_of_one_dataset_is_cut_and_has_no_test() -> None:
+    class Alone(DatasetOption):
+        def train_dataset(self) -> Any:
+            return Photos()
+
+    words = {"decode_size": None, "targets": "classes", "fit": "crop", "crop": 1.0, "input_size": None}
+    cut = Alone(val_share=0.25, **words)  # type: ignore[arg-type]
+    assert (len(cut.train()), len(cut.eval()), cut.test()) == (9, 3, None)
+    with pytest.raises(InputError, match=r"^dataset: there is no Dataset to evaluate; return one in val_dataset\(\)"):
+        Alone(**words).train()  # type: ignore[arg-type]
+
+
 def test_a_stored_size_of_items_is_a_height_and_a_width() -> None:
     source = option(Photos(), Photos(), decode_size=[4, 5], channels=1)
     assert (source.image_shape, source.train().fetch([0]).shape) == ((1, 4, 5), (1, 1, 4, 5))

@@ -8,6 +8,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from helpers import ROOT, decoded, preprocessing
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.files import FileSplit
-from lockstep.data.datasets.preprocess import preprocess, to_rgb, whole_size
+from lockstep.data.datasets.preprocess import orientation_of, preprocess, to_rgb, whole_size
 from lockstep.inference.images import stored_image
 
 REAL = ROOT.parent / "shared" / "data" / "imagenet_samples.tar.gz"
@@ -438,6 +439,19 @@ def test_a_strip_in_a_frame_is_a_pixel_wide_at_least(sides: tuple[int, int], who
     framed = ImageFile.of(data.getvalue()).stored(preprocessing(8, 8, fit="pad", mean=(0.0, 0.0, 0.0)))
     assert [int((framed[0] == 255).any(axis).sum()) for axis in (1, 0)] == [*whole]
     assert (framed == 255).sum() == 3 * whole[0] * whole[1]
+
+
+@pytest.mark.parametrize("value", [0, 9, "6", None, (6,)])
+def test_a_note_that_is_no_orientation_and_one_that_cannot_be_read_leave_a_photo_as_it_is(value: object) -> None:
+    image = SimpleNamespace(format="JPEG", getexif=lambda: {ORIENTATION: value})
+    assert orientation_of(image) == 1
+    assert orientation_of(SimpleNamespace(format="JPEG", getexif=lambda: {ORIENTATION: 6})) == 6
+    assert orientation_of(SimpleNamespace(format="PNG", getexif=dict)) == 1
+
+    def damaged() -> None:
+        raise SyntaxError("not a TIFF file")
+
+    assert orientation_of(SimpleNamespace(format="JPEG", getexif=damaged)) == 1
 
 
 def test_premultiplied_pixels_are_shown_on_white_as_others_are() -> None:

@@ -302,6 +302,15 @@ def test_a_gpus_way_is_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPa
             assert torch.equal(traced(stored, op, amount, how), expected)
 
 
+def test_operations_are_compiled_once_in_one_piece_for_each_number_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: calls.append((function, how)) or "compiled")
+    operations.compiled_operate.cache_clear()
+    assert [operations.compiled_operate() for _ in range(2)] == ["compiled"] * 2
+    operations.compiled_operate.cache_clear()
+    assert calls == [(operate, {"fullgraph": True, "dynamic": False})]
+
+
 @pytest.mark.parametrize("resample", ["nearest", "bilinear", "bicubic"])
 @pytest.mark.parametrize("fill", [[9], [200, 100, 50]], ids=str)
 @pytest.mark.parametrize("policy", [RandAugment, TrivialAugment, AutoAugment])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,16 @@ def test_rectangles_are_erased_as_by_timm(mode: str, size: tuple[int, int], monk
         values = erased[changed] if mode == "pixel" else torch.cat([one[one < 8].unique() for one in erased])
         assert mode == "pixel" or len(values) == 3 * changed.any((1, 2, 3)).sum()
         assert kstest(values.numpy(), "norm").pvalue > 0.001
+
+
+def test_on_a_gpu_the_rectangles_of_all_images_are_erased_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    monkeypatch.setattr(Erase, "together", lambda erase, pixels, keys, boxes: seen.append(boxes))
+    pixels: Any = SimpleNamespace(is_cuda=True, shape=(9, 3, 20, 32))
+    keys = sample_keys(0, 0, torch.arange(9), ERASE)
+    Erase(0.6).apply(pixels, keys)
+    (boxes,) = seen
+    assert torch.equal(boxes, Erase(0.6).boxes(keys, 20, 32))
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
