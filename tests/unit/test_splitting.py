@@ -376,6 +376,22 @@ def test_cuts_are_disjoint_and_complete_and_leave_groups_whole(
         assert not {*groups[chosen].tolist()} & {*groups[~chosen].tolist()}
 
 
+@pytest.mark.parametrize("key", ["val_share", "test_share"])
+def test_the_only_group_with_a_class_is_trained_or_refused(key: str) -> None:
+    outcomes = set[str]()
+    for group in range(10):
+        units = [(group, 0), (group, 0), (group, 1), (100, 0)]
+        taken = examples_of([(own, 0) for own, _ in units]).share(key, 0.5).tolist()
+        if taken[0]:
+            says = "the class b has 1 group, and the training split would have none; remove the class"
+            with pytest.raises(InputError, match=f"^dataset.{key} is 0.5, but {says}$"):
+                examples_of(units).share(key, 0.5)
+        else:
+            assert examples_of(units).share(key, 0.5).tolist() == taken == [False] * 3 + [True]
+        outcomes.add("refused" if taken[0] else "trained")
+    assert outcomes == {"refused", "trained"}
+
+
 @given(UNITS)
 def test_a_group_is_ranked_among_the_groups_of_its_commonest_class(units: list[tuple[int, int]]) -> None:
     of, place, total = examples_of(units).units("key")
