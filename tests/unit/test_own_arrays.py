@@ -104,6 +104,15 @@ def test_other_images_are_refused_in_one_sentence(images: Any, says: str) -> Non
         source(images).train()
 
 
+@pytest.mark.parametrize("images", [PIXELS.astype(np.int16), PIXELS.astype(np.float32)], ids=["integers", "floats"])
+def test_the_line_that_converts_other_images_makes_bytes_of_their_range(images: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        source(images).train()
+    line = str(caught.value).rpartition("return ")[2]
+    converted = eval(line, {"x": np.array([-5, -3, 0, 3, 5]), "LOW": -3, "HIGH": 3})
+    assert (converted.dtype, converted.tolist()) == (np.uint8, [0, 0, 127, 255, 255])
+
+
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
 def test_labels_of_any_width_are_int64(dtype: str) -> None:
     own = KINDS.astype(dtype)

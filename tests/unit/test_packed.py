@@ -271,7 +271,7 @@ def test_a_file_of_another_size_is_refused_before_a_run(target: Path, tmp_path: 
     path.write_bytes(content[:-1] if change == "cut" else content + b"0")
     if change == "gone":
         path.unlink()
-    sentence = rf"is not a complete packed data set \(.*{file}.*; make one with lockstep pack"
+    sentence = rf"is not a complete packed data set \({file} .*; make one with lockstep pack"
     with pytest.raises(InputError, match=sentence):
         Packed(path=str(path.parent)).prepare()
 

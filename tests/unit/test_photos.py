@@ -215,6 +215,19 @@ def test_numbers_without_a_white_are_refused_with_the_line_that_converts_them(
         read(tmp_path / name)
 
 
+def test_the_line_that_converts_numbers_without_a_white_makes_a_photo_of_their_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = np.linspace(-2, 4, SIZE * SIZE, dtype=np.float32).reshape(SIZE, SIZE)
+    with pytest.raises(ValueError, match="nothing says which value is white") as caught:
+        to_rgb(Image.fromarray(values))
+    line = str(caught.value).rpartition("with Pillow: ")[2]
+    exec(line, {"x": values, "LOW": -1, "HIGH": 3, "Image": Image})
+    expected = np.interp(values, [-1, 3], [0, 255]).astype(np.uint8)
+    assert np.abs(np.asarray(Image.open("NAME.png")).astype(int) - expected).max() <= 1
+
+
 def test_signed_numbers_of_16_bits_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tif").write_bytes(tiff(16, numbers(32767).astype("<u2").tobytes(), (339, 3, 2)))
     with pytest.raises(InputError, match="signed integers"):
