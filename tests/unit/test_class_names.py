@@ -208,7 +208,7 @@ def test_one_image_of_a_sample_is_taken_and_the_others_are_counted(tmp_path: Pat
     members = [(f"{key}.{suffix}", png(10 * key + n)) for key in range(3) for n, suffix in enumerate(suffixes)]
     members = [*members, *((f"{key}.Label", b"cat") for key in range(3))]
     for name in ("train", "val"):
-        write_tar(tmp_path / f"{name}.tar", *sorted(members))
+        write_tar(tmp_path / f"{name}.tar", *sorted(members, key=lambda member: member[0][0]))
     right = [sample[choice] for sample in samples_of(tmp_path / "train.tar")]
     for label in ("Label", "label", ".LABEL"):
         source = WebDataset(path=str(tmp_path), label=label, decode_size=8)

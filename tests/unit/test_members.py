@@ -387,6 +387,20 @@ def test_shards_are_read_in_the_order_of_their_names(shards: Path, monkeypatch: 
     assert levels(WebDataset(path=str(shards), decode_size=8), [0, 1, 2]) == [10, 20, 30]
 
 
+def test_of_several_shards_in_two_splits_the_first_by_name_is_named(tmp_path: Path) -> None:
+    for number in range(8):
+        for split in ("train", "val"):
+            (tmp_path / f"{split}-{number}.tar").touch()
+    for options, says in (
+        ({"test_shards": "val-[2-7].tar"}, f"both name {tmp_path}/val-2.tar; name another"),
+        ({"test_shards": "train*.tar"}, f"both name {tmp_path}/train-0.tar; name another"),
+        ({"val_share": 0.5}, f"names {tmp_path}/val-0.tar too; remove dataset.val_share"),
+        ({"val_share": 0.5, "test_shards": "val-[0-4].tar"}, f"names {tmp_path}/val-5.tar too; remove"),
+    ):
+        with pytest.raises(InputError, match=re.escape(says)):
+            WebDataset(path=str(tmp_path), **options).list_files()  # type: ignore[arg-type]
+
+
 def test_a_pattern_that_names_no_shard_to_train_on_is_answered_with_its_keys_alone(shards: Path) -> None:
     with pytest.raises(InputError) as caught:
         WebDataset(path=str(shards), train_shards="none*.tar").prepare()
