@@ -540,6 +540,16 @@ def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -
     assert readers_end()
 
 
+def test_as_many_workers_as_are_asked_for_read_at_the_same_time() -> None:
+    meeting = threading.Barrier(3)
+
+    def read(number: int) -> int:
+        meeting.wait(timeout=20)
+        return number
+
+    assert [*map_in_order(read, range(6), workers=3, prefetch=1)] == [*range(6)]
+
+
 @pytest.mark.parametrize("end", ["an error", "the end of training"])
 def test_a_read_that_never_ends_holds_up_no_other_end(end: str) -> None:
     released, done = threading.Event(), []

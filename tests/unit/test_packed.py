@@ -496,6 +496,18 @@ def test_classes_without_names_are_called_by_their_numbers_and_folders_are_made(
     assert torch.equal(own.train().images, source.train().images)
 
 
+def test_a_pack_decodes_by_the_threads_that_it_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = list[int]()
+
+    def mapped(function: Any, items: Any, *, workers: int, prefetch: int) -> Any:
+        chosen.append(workers)
+        return map(function, items)
+
+    monkeypatch.setattr(packed, "map_in_order", mapped)
+    packed.pack_source(Digits(limit=20), tmp_path / "target", threads=3, advanced=lambda number: None)
+    assert chosen == [3, 3], "the training and the evaluation split"
+
+
 def test_of_broken_images_the_last_one_is_the_one_too_many(tmp_path: Path) -> None:
     source = fill(tmp_path / "images")
     for name in ("ant/03.jpg", "ant/05.jpg", "zebra/01.jpg"):
