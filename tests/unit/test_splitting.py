@@ -381,14 +381,14 @@ def test_the_only_group_with_a_class_is_trained_or_refused(key: str) -> None:
     outcomes = set[str]()
     for group in range(10):
         units = [(group, 0), (group, 0), (group, 1), (100, 0)]
-        taken = examples_of([(own, 0) for own, _ in units]).share(key, 0.5).tolist()
-        if taken[0]:
+        cut = examples_of([(own, 0) for own, _ in units]).share(key, 0.5).tolist()
+        if cut[0]:
             says = "the class b has 1 group, and the training split would have none; remove the class"
             with pytest.raises(InputError, match=f"^dataset.{key} is 0.5, but {says}$"):
                 examples_of(units).share(key, 0.5)
         else:
-            assert examples_of(units).share(key, 0.5).tolist() == taken == [False] * 3 + [True]
-        outcomes.add("refused" if taken[0] else "trained")
+            assert examples_of(units).share(key, 0.5).tolist() == cut == [False] * 3 + [True]
+        outcomes.add("refused" if cut[0] else "trained")
     assert outcomes == {"refused", "trained"}
 
 
