@@ -327,6 +327,20 @@ def test_the_commonest_of_other_splits_are_named(root: Path) -> None:
     assert note == f"{path}: skipped lines of other splits (6 'w', 5 'z', 4 'x', 3 'y', 2 'v')"
 
 
+def test_lines_that_are_tested_on_are_not_skipped(root: Path) -> None:
+    for name in ("d", "e"):
+        shutil.copy(root / "a.png", root / f"{name}.png")
+    table = source(root, *LINES, "d.png,cat,exam", "e.png,cat,old", test_split="exam")
+    assert table.test() is not None
+    assert table.notes()[0] == f"{root / 'list.csv'}: skipped lines of other splits (1 'old')"
+
+
+def test_links_to_one_file_are_images_of_their_own(root: Path) -> None:
+    (root / "link.png").symlink_to(root / "a.png")
+    table = source(root, *LINES, "link.png,dog,train")
+    assert (levels(table.train()), table.train().labels.tolist()) == ([10, 10, 20], [0, 1, 1])
+
+
 def test_images_in_another_folder_are_relative_to_where_one_works(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
