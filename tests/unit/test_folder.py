@@ -107,6 +107,14 @@ def test_files_that_are_no_images_are_left_out_counted_and_reported(root: Path) 
     assert folder.notes()[0] == f"{root}/train: skipped 8 other files ({kinds})"
 
 
+def test_what_is_left_out_is_counted_anew_in_each_data_set_of_a_process(root: Path) -> None:
+    (root / "train" / "notes.txt").touch()
+    (root / "train" / "cat" / "more.txt").touch()
+    for limit in (None, 0.9, 0.8):
+        notes = [note for note in Folder(path=str(root), limit=limit).notes() if "skipped" in note]
+        assert notes == [f"{root}/train: skipped 2 other files (2 .txt)"]
+
+
 def test_a_class_without_an_image_to_evaluate_is_reported(root: Path) -> None:
     note = Folder(path=str(root)).notes()[0]
     assert note == "1 of 3 classes have no image in the evaluation split, so no score tells anything about them: ant"
