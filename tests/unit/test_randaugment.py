@@ -159,6 +159,23 @@ def test_every_operation_is_drawn_as_often_as_another_and_up_as_often_as_down() 
     assert (first == second).float().mean().item() == pytest.approx(1 / 14, abs=0.01)
 
 
+@pytest.mark.parametrize("magnitude", [0, 9, 30])
+def test_randaugment_has_torchvisions_amounts_at_its_magnitude(magnitude: int) -> None:
+    space = SPACES["randaugment"]((40, 30))
+    for op, amount in RandAugment(ops=3, magnitude=magnitude).steps(draws(600), (40, 30)):
+        for name, (magnitudes, signed) in space.items():
+            if magnitudes.dim():
+                own = amount[op == OP_OF_NAME[name]].unique().tolist()
+                expected = float(magnitudes[magnitude])
+                assert own == sorted({-expected, expected} if signed else {expected}), name
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_timms_operations_come_with_their_probability(probability: float) -> None:
+    for op, _ in TimmRandAugment(probability=probability).steps(draws(400), (20, 40)):
+        assert ((op != IDENTITY) == bool(probability)).all()
+
+
 def test_trivialaugment_draws_operations_signs_and_magnitudes_evenly() -> None:
     ((op, amount),) = TrivialAugment().steps(draws(31_000), (64, 48))
     assert bool(((torch.unique(op, return_counts=True)[1] - 31_000 / 14).abs() < 200).all())
@@ -181,21 +198,28 @@ def test_autoaugment_draws_torchvisions_pairs_with_their_probabilities(name: str
         assert bool(((torch.bincount(op, minlength=17) - expected).abs() < 600).all())
         turns = {float(space["Rotate"][0][pair[n][2]]) for pair in pairs if pair[n][0] == "Rotate"}
         assert {*amount[op == geometry.ROTATE].abs().tolist()} == turns
+    (first, _), (second, _) = drawn
+    both = (first != IDENTITY) & (second != IDENTITY)
+    together = {*zip(first[both].tolist(), second[both].tolist(), strict=True)}
+    assert together == {(OP_OF_NAME[one[0]], OP_OF_NAME[other[0]]) for one, other in pairs if one[1] * other[1]}
 
 
-@pytest.mark.parametrize(("depth", "alpha"), [(0, 1), (2, 3)])
-def test_augmix_is_torchvisions_with_the_same_draws(depth: int, alpha: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("depth", "alpha", "width"), [(0, 1, 3), (2, 3, 3), (1, 2, 4)])
+def test_augmix_is_torchvisions_with_the_same_draws(
+    depth: int, alpha: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchvision mixes with the shares, and applies the operations, that our random numbers have chosen."""
-    stored, augment, rng, size = images((3, 24, 20)), AugMix(depth=depth, alpha=alpha), draws(6), (24, 20)
-    numbers = torch.arange(steps.FIRST_DRAW, steps.FIRST_DRAW + 5 * alpha)
-    gamma = -torch.log1p(-rng.uniform(numbers)).view(6, alpha, 5).sum(1)
-    firsts = [steps.FIRST_DRAW + 5 * alpha + n * (1 + 3 * (depth or 3)) for n in range(3)]
+    stored, rng, size = images((3, 24, 20)), draws(6), (24, 20)
+    augment, number = AugMix(depth=depth, alpha=alpha, width=width), (width + 2) * alpha
+    numbers = torch.arange(steps.FIRST_DRAW, steps.FIRST_DRAW + number)
+    gamma = -torch.log1p(-rng.uniform(numbers)).view(6, alpha, width + 2).sum(1)
+    firsts = [steps.FIRST_DRAW + number + n * (1 + 3 * (depth or 3)) for n in range(width)]
     chains = [[*augment.chain(rng, size, first)] for first in firsts]
     names = {op: name for name, op in OP_OF_NAME.items()}
     for n, result in enumerate(augment.operate(stored, rng)):
         chosen = iter([(names[int(op[n])], float(amount[n])) for chain in chains for op, amount in chain])
         shares = iter([part / part.sum(1, keepdim=True) for part in (gamma[n : n + 1, :2], gamma[n : n + 1, 2:])])
-        transform = T.AugMix(chain_depth=depth or 3)
+        transform = T.AugMix(chain_depth=depth or 3, mixture_width=width)
         monkeypatch.setattr(transform, "_sample_dirichlet", lambda _, shares=shares: next(shares))
         apply = lambda image, *_, chosen=chosen, **__: torch.stack([theirs(image[0], *next(chosen))])  # noqa: E731
         monkeypatch.setattr("torchvision.transforms.autoaugment._apply_op", apply)
