@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,8 @@ def test_only_what_tifffile_logs_of_our_files_is_dropped(caplog: pytest.LogCaptu
     tifffile = pytest.importorskip("tifffile")
     ImageFile.of(damaged, CHANNELS).stored(preprocessing(22, 22, CHANNELS))
     assert not caplog.records
+    with pytest.raises((struct.error, ValueError)):  # the library says no more of a file of four bytes
+        ImageFile.of(b"II*\0", CHANNELS)
     tifffile.TiffFile(io.BytesIO(damaged)).pages.first.asarray()
     assert caplog.records
 
