@@ -140,6 +140,13 @@ def test_an_operation_is_pillows_to_the_bit(op: int, shape: tuple[int, int, int]
         assert torch.equal(result, expected), f"amount {amount}: {(result != expected).sum()} of {result.numel()}"
 
 
+def test_the_contrast_of_a_large_image_is_that_to_its_mean() -> None:
+    """A sum of so many values is more than 31 bits."""
+    white = torch.full((1, 1, 2048, 4128), 255, dtype=torch.uint8)
+    numbers = torch.tensor([operations.CONTRAST]), torch.tensor([-0.5], dtype=torch.float64)
+    assert (operate(white, *numbers, "nearest") == 255).all()
+
+
 def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
     stored = images((3, 16, 16))[:1].expand(28, -1, -1, -1)
     op, up = torch.arange(28) % 14, torch.arange(28) < 14

@@ -168,7 +168,7 @@ def _grey(images: Tensor, pillow: bool) -> Tensor:
 def _mean_grey(images: Tensor, pillow: bool) -> Tensor:
     """The mean grey value, float (B,), which Pillow rounds. It sums integers, so in any order."""
     grey = _grey(images, pillow)[:, :1] if images.shape[1] == 3 else images
-    mean = grey.sum((1, 2, 3), dtype=torch.int32) / (images.shape[2] * images.shape[3] * grey.shape[1])
+    mean = grey.sum((1, 2, 3)) / (images.shape[2] * images.shape[3] * grey.shape[1])
     return (mean + 0.5).floor() if pillow else mean
 
 
