@@ -110,9 +110,13 @@ def test_files_that_are_no_images_are_left_out_counted_and_reported(root: Path) 
 def test_what_is_left_out_is_counted_anew_in_each_data_set_of_a_process(root: Path) -> None:
     (root / "train" / "notes.txt").touch()
     (root / "train" / "cat" / "more.txt").touch()
+    (root / "val" / "cat" / "list.csv").touch()
     for limit in (None, 0.9, 0.8):
         notes = [note for note in Folder(path=str(root), limit=limit).notes() if "skipped" in note]
-        assert notes == [f"{root}/train: skipped 2 other files (2 .txt)"]
+        assert notes == [
+            f"{root}/train: skipped 2 other files (2 .txt)",
+            f"{root}/val: skipped 1 other file (1 .csv)",
+        ]
 
 
 def test_a_class_without_an_image_to_evaluate_is_reported(root: Path) -> None:

@@ -353,6 +353,21 @@ def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
         packed.check(path, lambda n: None)
 
 
+def test_the_check_reads_files_of_several_megabytes_to_their_end(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split / "a").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / split / "a" / "0.png")
+    pack(Folder(path=str(tmp_path / "photos"), decode_size=1200), tmp_path / "target")
+    read = list[int]()
+    packed.check(tmp_path / "target", read.append)
+    assert sum(read) == 2 * (3 * 1200 * 1200 + 8)
+    with (tmp_path / "target" / "train.images").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    with pytest.raises(InputError, match=r"train\.images does not match its sha256"):
+        packed.check(tmp_path / "target", read.append)
+
+
 def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_path: Path) -> None:
     pack_command = functools.partial(forked, "lockstep", "pack")
     done = pack_command(folder.path, str(tmp_path / "new"), "--size", "8")
