@@ -315,10 +315,18 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
 def test_other_ranks_show_nothing_and_a_pipe_gets_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing = display(PLAN, left(0), Monitor(), is_main=False)
-    assert type(nothing) is Display
+    for in_notebook in (False, True):
+        monkeypatch.setattr(log, "in_notebook", lambda in_notebook=in_notebook: in_notebook)
+        nothing = display(PLAN, left(0), Monitor(), is_main=False)
+        assert type(nothing) is Display
+    nothing.advance(1, 0.0)
+    nothing.window(WINDOW, WINDOW)
+    nothing.evaluating(3, 8)
     nothing.evaluated(1, SCORES, WINDOW, best=True)
-    assert capsys.readouterr().out == ""
+    nothing.warn("it is slow")
+    nothing.close()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(log, "in_notebook", lambda: False)
     monkeypatch.setattr(console, "terminal", console.Terminal(file=io.StringIO()))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     lines = display(PLAN, left(0), Monitor(), is_main=True)
@@ -444,6 +452,8 @@ def test_a_line_that_is_as_wide_as_the_terminal_loses_no_figure() -> None:
     assert in_line(columns, whole.cell_len - 1).plain == in_line(columns[:2], None).plain
     alike = [FigureColumn(name, "1", "", 3) for name in "abc"]
     assert in_line(alike, in_line(alike, None).cell_len - 1).plain == in_line(alike[1:], None).plain, "the first"
+    equals = [FigureColumn(name, "1", "", 4) for name in "abc"]
+    assert [in_line(equals, width).plain for width in (13, 12, 7)] == ["a 1  b 1  c 1", "b 1  c 1", "c 1"]
 
 
 def test_the_bar_is_the_share_of_the_steps_or_of_the_evaluation_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,6 +463,8 @@ def test_the_bar_is_the_share_of_the_steps_or_of_the_evaluation_under_way(monkey
         bar.advance(5, 0.0)
         assert bar.status().plain.count("━") == round(5 / 25 * 22)
         bar.window(LARGE, WINDOW)
+        assert bar.left.warm is not None
+        assert bar.left.warm[0] == 9
         assert "loss 1234.5000  top-1 100.0 %  4,500,000 img/s  wait 100 %" in bar.status().plain
         bar.evaluating(6, 8)
         assert bar.status().plain.count("━") == round(6 / 8 * 22)

@@ -122,6 +122,7 @@ def test_a_refused_query_loses_its_own_figures_only(nvml: FakeNvml, gpus: Callab
             counted = late and query in ("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc")  # asked at the start only
             assert set(part.sample(1)) == usual - {f"gpu/{name}/0" for name in lost if not counted}, query
             assert (part.joules is None) == (query == "nvmlDeviceGetTotalEnergyConsumption" and not late)
+            assert part.joules is None or part.joules >= 0, "what was counted stays"
 
 
 def test_a_gpu_of_which_nothing_is_answered_is_lost(nvml: FakeNvml, gpus: Callable[..., Gpus]) -> None:
@@ -204,12 +205,13 @@ def test_a_driver_that_never_answers_does_not_keep_a_run_from_ending(
     nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware_watch, "LAST_SAMPLE_S", 0.05)
-    nvml.answers.clear()
     watching = monitor_of(tmp_path, ["GPU-aa"], Observer(), period=0.001)
+    watching._sample()
+    nvml.answers.clear()
     watching.start()
     wait_for(lambda: (tmp_path / "gpu.jsonl").exists())
     time.sleep(0.05)  # it asks now
-    assert watching.close() == {}
+    assert watching.close()["gpu_util"] == 10, "what it has answered is shown"
     assert capsys.readouterr().out.count("NVML does not answer") == 1
     nvml.answers.set()
     watching.join(30)

@@ -96,11 +96,13 @@ def test_a_window_is_the_mean_over_its_images_at_the_pace_of_its_steps(passes: C
     assert shown == window == Window(3, 4, 9 / 4, 75.0, 4, 2.5, 0.5)
     assert of_epoch == Window(4, 4, 0.5, 100.0, 2, 1.5, 0.5), "the second epoch has begun with the wait for its data"
     assert observer.of("write")[1][1]["perf/data_wait_pct"] == 20.0
+    assert observer.of("write")[1][1]["perf/mfu_pct"] == pytest.approx(100 * 4 / 2.5 / 12), "of the window alone"
     assert telemetry.trained() == {"images": 10, "training_seconds": 4.5, "waiting_seconds": 0.5}
 
     add(telemetry, 5, 3.0, 0)
     telemetry.evaluated(5, {"loss/val": 4.0}, best=False)
     (step, scores, best), (_, scalars) = observer.of("evaluated")[0], observer.of("write")[2]
+    assert [call[0] for call in observer.calls][-2:] == ["evaluated", "write"]
     epoch = {"loss/train_epoch": 1.0, "acc/train_epoch_top1": 50.0}
     assert (step, scores, best) == (5, {**epoch, "loss/val": 4.0}, False)
     spent = {tag: value for tag, value in scalars.items() if tag.startswith("perf/time/")}
@@ -287,6 +289,9 @@ def test_each_micro_batch_of_the_first_step_and_no_other_is_shown_and_sampled() 
     for step in (1, 1, 2):
         add(telemetry, step, 1.0, 0)
     assert [micro.step for micro, _ in observer.of("first_batch")] == [1, 1]
+    resumed, of_resumed, _ = meter_of(1)
+    add(resumed, 2, 1.0, 0)
+    assert of_resumed.of("first_batch") == []
     telemetry.close()
     assert sampled == [(1, 10), (1, 10), (2, 10), (0, 0)]
     assert observer.of("end") == [["failed"]], "nothing else is known"
@@ -352,11 +357,12 @@ def test_without_a_peak_rate_there_is_no_utilisation() -> None:
 
 
 def test_an_evaluation_inside_a_window_has_the_figures_of_its_epoch_alone() -> None:
-    telemetry, observer, _ = meter_of()
+    telemetry, observer, display = meter_of()
     add(telemetry, 3, 8.0, 0)
     add(telemetry, 4, 0.0, 2)
     telemetry.evaluated(4, {}, best=True)
     assert observer.of("evaluated")[0][1] == {"loss/train_epoch": 0.0, "acc/train_epoch_top1": 100.0}
+    assert display.of("evaluated")[0][3:] == [True]
 
 
 def test_the_pace_of_a_resumed_window_is_that_of_the_steps_of_this_process(passes: Callable[[float], None]) -> None:
@@ -460,6 +466,23 @@ def test_the_first_bad_step_is_that_of_any_rank(
     assert window.first_bad_step == first
 
 
+@pytest.mark.parametrize("steps", [((4, 5), (4,)), ((4,), (4, 5)), ((5,), (4,), (6,))], ids=str)
+def test_the_first_bad_step_is_that_of_any_part_of_a_window_that_several_ranks_have_begun(
+    steps: tuple[tuple[int, ...], ...],
+) -> None:
+    telemetry, *_ = meter_of()
+    add(telemetry, 4, 1.0, 0)
+    state = telemetry.open_window()
+    *_, trail = state["trails"]
+    state["trails"] = []
+    for own in steps:
+        losses = [math.nan if step == own[-1] else 1.0 for step in own]
+        state["trails"].append({**trail, "steps": [*own], "losses": losses, "examples": [2] * len(own)})
+    telemetry, *_ = meter_of(6, opened=state)
+    (window,) = telemetry.end_window(7, {}, None)
+    assert window.first_bad_step == 4
+
+
 def test_each_figure_of_a_task_has_its_own_mean_and_a_scalar_its_digits() -> None:
     telemetry, observer, _ = meter_of(names=["gap", "kl"])
     add(telemetry, 1, 0.0, 0)
@@ -468,6 +491,26 @@ def test_each_figure_of_a_task_has_its_own_mean_and_a_scalar_its_digits() -> Non
     telemetry.end_window(1, {"optim/lr": 0.1, "optim/scale": torch.tensor(3)}, None)
     ((_, figures),) = observer.of("write")
     assert {"gap": 15.0, "kl": 1.5, "optim/lr": 0.1, "optim/scale": 3.0}.items() <= figures.items()
+
+
+def test_micro_batches_of_several_sizes_count_by_their_images() -> None:
+    telemetry, *_ = meter_of(loss_limit=1.5)
+    for step, loss, images in ((1, 2.0, 2), (1, 4.0, 4), (2, 3.0, 2), (2, 1.0, 1)):
+        add(telemetry, step, loss, 1, images=images)
+    (window,) = telemetry.end_window(2, {}, None)
+    assert (window.loss, window.top1, window.examples) == (10 / 9, pytest.approx(100 * 4 / 9), 9)
+    telemetry, *_ = meter_of(loss_limit=1.5)
+    for step, loss, images in ((1, 4.0, 4), (2, 4.0, 2), (3, 9.0, 1)):
+        add(telemetry, step, loss, 0, images=images)
+    (window,) = telemetry.end_window(3, {}, None)
+    assert window.first_bad_step == 2
+
+
+def test_a_run_that_goes_on_at_the_end_of_an_epoch_is_in_the_next_one() -> None:
+    for step, first, number in ((2, 1, 0), (3, 4, 1), (4, 4, 1), (6, 7, 2)):
+        telemetry, *_ = meter_of(step)
+        assert (telemetry.window.first, telemetry.epoch.first) == (step + 1, first)
+        assert [tally.epoch for tally in telemetry.tallies] == [number]
 
 
 def test_steps_that_took_no_time_have_a_rate(passes: Callable[[float], None]) -> None:

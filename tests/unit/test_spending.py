@@ -55,6 +55,9 @@ def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkey
     for number in (1, 2):
         session = spending(tmp_path, joules=7.2e6)
         session.trained = lambda: {"images": 500.0, "training_seconds": 80.0, "waiting_seconds": 8.0}
+        before = Run(tmp_path).spent
+        session.write(0, {})
+        assert Run(tmp_path).spent == before, "it has just begun"
         now += 100
         session.saved(10, tmp_path)
         for seconds in (20, 10, 5):
@@ -94,10 +97,18 @@ def test_a_budget_of_energy_needs_a_machine_that_tells_it(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"budget\.kwh is 2, but this machine does not tell .* use budget\.hours"):
         spending(tmp_path, joules=None, kwh=2.0)
     assert "kwh" not in spending(tmp_path, joules=None).so_far()
-    assert spending(tmp_path, joules=0.0).so_far()["kwh"] == 0
+    assert spending(tmp_path, joules=0.0, kwh=2.0).so_far()["kwh"] == 0
     several = spending(tmp_path)
     several.counts_energy = False
     assert "kwh" not in several.so_far(), "the energy of one machine of several is not that of the run"
+
+
+@pytest.mark.parametrize("outcome", ["completed", "stopped", "failed"])
+def test_a_run_has_its_costs_however_it_ends(outcome: Any, tmp_path: Path) -> None:
+    spent = spending(tmp_path)
+    spent.began -= 3600
+    spent.end(outcome)
+    assert Run(tmp_path).spent["gpu_hours"] == pytest.approx(2.0, rel=1e-3)
 
 
 def test_a_cost_without_a_number_counts_nothing(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ def test_a_slow_rank_is_named_once(ranks: int) -> None:
 def test_one_hiccup_hides_no_slow_rank_and_a_few_do_not_make_one() -> None:
     usual, slow = [0.05, 0.05, 0.05], [0.05, 0.05, 0.35]
     assert len(sentences([usual] + [slow] * (JUDGED_STEPS - 1), 0.4)) == 1
+    assert sentences([usual] * 2 + [slow] * (JUDGED_STEPS - 2), 0.4) == []
     hiccups = [[0.05, 3.0 if step % 3 == 0 else 0.05] for step in range(10 * JUDGED_STEPS)]
     assert sentences(hiccups, 0.1) == []
     assert sentences([busy[::-1] for busy in hiccups], 0.1) == []
@@ -216,6 +217,29 @@ def test_one_hiccup_hides_no_slow_rank_and_a_few_do_not_make_one() -> None:
 @pytest.mark.parametrize(("busy", "step_s"), [([0.050, 0.070], 0.4), ([0.001, 0.009], 0.02)])
 def test_a_small_difference_is_not_worth_a_word(busy: list[float], step_s: float) -> None:
     assert sentences([busy] * 10 * JUDGED_STEPS, step_s) == []
+
+
+def test_a_slow_rank_is_judged_by_its_usual_step_and_against_the_usual_rank() -> None:
+    """Rank 0 has one hiccup, the last rank is always somewhat late, and the steps of rank 1 are the shorter ones."""
+    busy = torch.tensor([[0.05], [0.35], [0.05], [0.25]]).double().repeat(1, JUDGED_STEPS)
+    whole = torch.tensor([[0.8], [0.4], [0.8], [0.8]]).double().repeat(1, JUDGED_STEPS)
+    busy[0, 3], whole[:, 3] = 30.0, 31.0
+    sentence = Stragglers(World.solo()).judge(torch.stack([whole, busy], 2))
+    assert sentence.startswith("rank 1 is slow: at each step the others wait 300 of 400 ms for it")
+
+
+def test_each_slow_rank_is_named() -> None:
+    first, second = ([[0.05, 0.35, 0.05]] * JUDGED_STEPS, [[0.05, 0.05, 0.35]] * JUDGED_STEPS)
+    shown_sentences = sentences([*first, *second, *first], 0.4)
+    assert [sentence[:14] for sentence in shown_sentences] == ["rank 1 is slow", "rank 2 is slow"]
+
+
+def test_the_time_of_a_process_has_its_pauses(passes: Callable[[float], None]) -> None:
+    clock = TrainingClock()
+    passes(3)
+    with clock.pause("evaluation"):
+        passes(4)
+    assert (clock.passed(), clock.so_far().busy) == (7.0, 3.0)
 
 
 @pytest.mark.parametrize(("rank", "share"), [(0, 0.75), (1, 0.0), (2, 0.5)])
