@@ -524,7 +524,7 @@ def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
         target.close()
 
 
-@pytest.mark.parametrize("every_s", [None, 3600.0], ids=["steps decide", "time decides"])
+@pytest.mark.parametrize("every_s", [None, 3600.0, 10.0], ids=["steps decide", "time decides", "time comes first"])
 def test_a_failed_write_is_reported_retried_later_and_its_end_is_reported(
     run: RunDir, full_disk: Any, capsys: pytest.CaptureFixture[str], every_s: float | None
 ) -> None:
@@ -534,7 +534,7 @@ def test_a_failed_write_is_reported_retried_later_and_its_end_is_reported(
         while target.pending is not None:
             assert not target.overdue()
         assert "a checkpoint could not be written" in capsys.readouterr().out
-        target.saved_at -= RETRY_S
+        target.saved_at -= min(RETRY_S, every_s or RETRY_S)
         assert target.overdue()
         save(target, 2)
         target.wait()

@@ -552,7 +552,8 @@ def test_fifty_classes_keep_their_order_and_of_more_the_one_without_images_is_le
     names = [f"class{number:02}" for number in range(classes)]
     hits = [50 - number for number in range(classes)]
     examples = [50] * 50 + [0] * (classes - 50)
-    kinds: dict[str, Any] = {"examples": examples, "predicted": [50] * classes, "hits": hits}
+    predicted = [2 * number if number > 25 else 51 for number in reversed(hits)]  # no order of recall
+    kinds: dict[str, Any] = {"examples": examples, "predicted": predicted, "hits": hits}
     Predictions(step=1, names=names, **kinds, confusion=[], curves=[], worst=[]).write(run.validation)
     shown = re.findall(r"class\d\d", page_of(run).text)
     assert shown == (names if classes == 50 else [*reversed(names[:50])])
@@ -841,6 +842,8 @@ def test_a_page_has_each_fact_of_a_run_in_words(tmp_path: Path) -> None:
     run.environment.write_text("{}")
     run.composed.write_text(components.dump({**composed, "epochs": 4, "steps": 1600}))
     shown = facts_of(Run(run.path))
+    run.write_summary(verdict={"sentence": "it waits"})
+    assert [row["name"] for row in facts_of(Run(run.path))["findings"]] == ["learning", "speed"]
     assert not {"corrupt images skipped", "duration", "GPU hours"} & {name for name, _ in shown["summary"]}
     assert shown["findings"] == [{"name": "learning", "sentence": "it learns", "evidence": "", "override": ""}]
     assert shown["headline"] == "93.46 % top-1, digitnet, folder photos"

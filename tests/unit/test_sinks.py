@@ -13,12 +13,14 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -152,10 +154,10 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     assert row["img_per_s"] == ""
     table = table_of(tmp_path / "own.csv", tags=["loss/val", "metric/map", "distill/kl"])
     table.write(10, {"distill/kl": 0.5})
-    table.write(123, {"loss/val": 0.25, "metric/map": 0.75})
+    table.write(1234, {"loss/val": 0.25, "metric/map": 0.75})
     table.end("completed")
     (row,) = rows(tmp_path / "own.csv")
-    assert [row["epoch"], row["val_loss"], row["map"], row["distill/kl"]] == ["12.3", "0.25", "0.75", "0.5"]
+    assert [row["epoch"], row["val_loss"], row["map"], row["distill/kl"]] == ["123.4", "0.25", "0.75", "0.5"]
     assert not [name for name in row if "top" in name], "the job has no accuracy"
 
 
@@ -488,6 +490,9 @@ def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp
     (augmented,) = read.Images("input/augmented")
     pixels = np.asarray(Image.open(BytesIO(augmented.encoded_image_string)).convert("L"))
     assert augmented.step == 1
+    shown = {tag: events(tmp_path / "val").Images(tag)[0] for tag in ("images/worst", "images/confusion")}
+    assert shown["images/worst"].encoded_image_string == pictures.worst(PREDICTIONS)
+    assert shown["images/confusion"].encoded_image_string == pictures.heat(PREDICTIONS)
     assert (pixels[10, 10], pixels[10, 130]) == (0, 255), "the images of the first micro-batch, as they were before"
     (text,) = read.Tensors("run/config/text_summary")
     assert text.tensor_proto.string_val == [b"    batch: 1"]
@@ -505,6 +510,7 @@ def test_a_resume_has_figures_and_pictures_once(tmp_path: Path, after: float) ->
     verdict = {"sentence": "it waits", "evidence": "43 %", "override": None}
     session(tmp_path).completed({"verdict": verdict, "step": 2})
     before = written(tmp_path)
+    assert ("loss", 2) in before, "the verdict hides nothing"
     assert b"it waits" in events(tmp_path).Tensors("run/verdict/text_summary")[0].tensor_proto.string_val[0]
     for texts in ("batch: 2", "batch: 3"):  # twice from the same step
         if after <= 2:
@@ -527,10 +533,11 @@ def test_histograms_are_there_on_request(tmp_path: Path) -> None:
     tags = {name: {tag for tag, _ in written(tmp_path / name / "val")} for name in ("without", "run")}
     assert not [tag for tag in tags["without"] if tag.startswith("weights/")]
     assert {tag for tag in tags["run"] if tag.startswith("weights/")} == {"weights/weight", "weights/bias"}
-    with torch.no_grad():
-        model.bias.fill_(math.nan)
-    session(tmp_path / "other", model=model)
-    assert "weights/bias" not in {tag for tag, _ in written(tmp_path / "other" / "val")}
+    for value in (math.nan, math.inf):
+        with torch.no_grad():
+            model.bias[0] = value
+        session(tmp_path / f"{value}", model=model)
+        assert "weights/bias" not in {tag for tag, _ in written(tmp_path / f"{value}" / "val")}
 
 
 def board(folder: Path, after: float = 0, **config: Any) -> TensorBoardWriter:
@@ -544,6 +551,18 @@ def text_of(folder: Path, name: str) -> tuple[int, bytes]:
     (event,) = events(folder).Tensors(f"run/{name}/text_summary")
     (text,) = event.tensor_proto.string_val
     return event.step, text
+
+
+def test_each_channel_of_a_picture_has_its_own_mean_and_spread(tmp_path: Path) -> None:
+    sink = board(tmp_path / "run", input={"mean": [0.0, 0.5, 1.0], "std": [1.0, 0.5, 0.2]})
+    image = torch.tensor([0.2, 0.6, -3.0]).view(1, 3, 1, 1).expand(1, 3, 8, 8)
+    sink.first_batch(SimpleNamespace(step=1), image)  # type: ignore[arg-type]
+    sink.write_gpu(3, {"gpu/util/0": 50.0})
+    sink.end("completed")
+    (augmented,) = events(tmp_path / "run").Images("input/augmented")
+    picture = np.asarray(Image.open(BytesIO(augmented.encoded_image_string)))
+    assert picture[10, 10].tolist() == [51, 204, 102], "0.2, 0.8 and 0.4 of 255"
+    assert [(of.step, of.value) for of in events(tmp_path / "run").Scalars("system/gpu/util/0")] == [(3, 50.0)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", None])
@@ -748,6 +767,9 @@ def test_a_cell_of_the_confusion_matrix_is_as_dark_as_its_share_of_the_true_clas
     corner = [[page[margin + cell * row + 1, margin + cell * column + 1] for column in (0, 1)] for row in (0, 1)]
     assert corner[0][0] == corner[0][1], "a half each"
     assert corner[1][0] == 255 > corner[0][0] > corner[1][1]
+    colours = np.asarray(Image.open(BytesIO(pictures.heat(large))).convert("RGB"))
+    assert colours[margin + 1, margin + 1].tolist() == [80, 108, 150], "the root of a half of the way to blue"
+    assert colours[margin + cell + 1, margin + cell + 1].tolist() == [8, 48, 107]
 
 
 def test_the_count_of_a_cell_is_in_the_row_of_its_true_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -883,8 +905,11 @@ def test_wandb_begins_with_what_a_run_is_and_what_its_variables_say(
     monkeypatch.setenv("WANDB_DIR", "elsewhere")
     monkeypatch.setenv("WANDB_NAME", "mine")
     (tmp_path / "wandb").rmdir()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "of the variable")
     run = loggers.WandB().build(info_of(tmp_path))
     assert (fake.options["dir"], fake.options["name"]) == ("elsewhere", "mine")
+    assert fake.options["project"] == "of the variable"
     assert not (tmp_path / "wandb").exists()
     assert run.commands == ["wandb sync elsewhere/wandb/offline-run-1"]
 
@@ -975,7 +1000,8 @@ class FakeMLflow:
         run.data.metrics |= {point.key: point.value for point in metrics}
 
     def get_metric_history(self, number: str, tag: str) -> list[Any]:
-        return [point for point in self.get_run(number).points if point.key == tag][::-1]
+        points = [point for point in self.get_run(number).points if point.key == tag]
+        return points[1:] + points[:1]  # in any order
 
 
 @pytest.fixture
@@ -1030,6 +1056,9 @@ def test_the_store_of_a_variable_is_used_unless_a_folder_is_typed(
     monkeypatch.setenv("HOME", str(tmp_path))
     loggers.MLflow(folder="~/a/store", experiment="photos").build(info_of(tmp_path))
     assert mlflow.uris[1:] == [f"sqlite:///{tmp_path}/a/store/mlflow.db"]
+    monkeypatch.chdir(tmp_path)
+    loggers.MLflow(folder="b/store", experiment="photos").build(info_of(tmp_path))
+    assert mlflow.uris[2:] == [f"sqlite:///{tmp_path}/b/store/mlflow.db"], "of whatever folder it is shown"
     assert len(mlflow.experiments) == 1
 
 
@@ -1070,6 +1099,9 @@ def test_mlflow_gets_each_figure_once_however_often_a_run_resumes(
     assert stored.states == ["KILLED", "RUNNING", OUTCOMES[outcome][1]]
     assert stored.tags["best.step"] == 2
     assert len(stored.params) == 2, "those of its first start"
+    third = loggers.MLflow().build(info_of(tmp_path))
+    third.write(3, {"optim/lr": 9.0})
+    assert len(stored.points) == len(points)
     loggers.MLflow().build(info_of(tmp_path, run="two"))
     assert len(mlflow.runs) == 2
 
@@ -1238,8 +1270,10 @@ def test_the_worst_images_are_shown_as_they_are_and_with_the_words_of_their_targ
 
 
 def test_a_picture_is_as_wide_and_as_high_as_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = warnings.filters[:], dict(matplotlib.rcParams)
     picture = pictures.svg(lambda axes: axes.plot([1, 2]), 4.0, 3.0).decode()
     assert 'width="288pt" height="216pt"' in picture
+    assert (warnings.filters[:], dict(matplotlib.rcParams)) == before, "other charts are as they were"
     sizes: list[tuple[float, ...]] = []
     monkeypatch.setattr(pictures, "drawn", lambda draw, *size: sizes.append(size))
     for columns in (2, 3, 4, 6):
