@@ -147,12 +147,14 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run:
     trained, target = parts(), writer(run)
     before, trained_on = trained.everything(), threading.Event()
     target.pool.submit(trained_on.wait)  # delays the write until after the next step
-    save(target, 1, trained)
+    facts = progress(1)
+    target.save(**vars(trained), progress=facts)
     trained.train(1)
+    facts.update(step=2, best_step=0)
     trained_on.set()
     target.close()
     resumed = parts(1)
-    restore(run.checkpoints / "step-00000001", resumed)
+    assert restore(run.checkpoints / "step-00000001", resumed) == progress(1)
     assert same(resumed.everything(), before)
 
 
@@ -792,13 +794,14 @@ def test_old_checkpoints_that_cannot_be_removed_are_one_warning_and_tried_again(
         raise PermissionError(errno.EACCES, "no", str(path))
 
     monkeypatch.setattr(files, "remove", refuse)
-    target = writer(run, keep=1)
+    target, is_said = writer(run, keep=1), []
+    warning = "an old checkpoint could not be removed (permission denied); the run tries again"
     for step in (1, 2, 3):
         save(target, step, best=True)
         target.wait()
+        is_said.append(warning in capsys.readouterr().out)
     monkeypatch.undo()
-    warning = "an old checkpoint could not be removed (permission denied); the run tries again"
-    assert capsys.readouterr().out.count(warning) == 1
+    assert is_said == [False, True, False]
     assert steps_left(run) == [3, 2, 1]
     save(target, 4, best=True)
     target.wait()
@@ -899,9 +902,20 @@ def test_equal_weights_and_facts_give_equal_bytes_whatever_their_order_and_their
     assert {*files.header(tmp_path / "bare.safetensors")[1]} == {files.SEAL}
 
 
+def test_the_facts_of_many_micro_batches_are_read(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    facts = json.loads((path / "facts.json").read_text())
+    facts["progress"]["window"]["trails"] = [{**TRAIL, "losses": [0.123456789] * 150_000}]
+    replace_file(path, "facts.json", json.dumps(facts).encode())
+    assert (path / "facts.json").stat().st_size > 10**6
+    assert reading.undamaged_facts(path) == facts
+
+
 def test_weights_without_a_tensor_or_with_a_broken_manifest_are_not_whole(run: RunDir) -> None:
     (path,) = saved(run, 1)
     assert whole_weights(run.path)
+    flip(run.weights, 8 * run.weights.stat().st_size - 1)
+    assert not whole_weights(run.path)
     files.save_weights({}, run.weights)
     assert not whole_weights(run.path)
     (path / "manifest.json").write_text("{}")
@@ -1027,6 +1041,15 @@ def test_the_best_score_is_the_lowest_where_less_is_better(run: RunDir, monitor:
 
 def size_of(*folders: Path) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+
+def test_a_damaged_checkpoint_goes_and_a_whole_one_stays_in_its_place(run: RunDir, tmp_path: Path) -> None:
+    first, second, third = saved(run, 1, 2, 3)
+    flip(third / "state.pt", 9)
+    before = files.removable(run, 1)
+    assert (before.stay, before.go) == ((second,), (third, first))
+    (first / "link").symlink_to(tmp_path)
+    assert files.removable(run, 1).size == before.size + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("status", ["completed", "stopped"])
@@ -1358,10 +1381,27 @@ def test_what_a_killed_writer_has_left_of_any_kind_is_removed_by_the_next_one(ru
     (tmp_path / "mine").mkdir()
     (run.checkpoints / ".step-00000009.tmp").write_text("a file")
     (run.checkpoints / ".step-00000008.old.tmp").symlink_to(tmp_path / "mine")
+    (run.checkpoints / ".0123456789abcdef.tmp").touch()  # of the file `last`
     (run.checkpoints / "notes.tmp").touch()
     (path,) = saved(run, 1)
     assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best", "notes.tmp"}
     assert (tmp_path / "mine").is_dir()
+
+
+def test_what_cannot_be_removed_of_a_killed_writer_stays_and_the_checkpoint_is_written(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        tried.append(path.name)
+        raise PermissionError(errno.EACCES, "no", str(path))
+
+    tried: list[str] = []
+    monkeypatch.setattr(files, "delete", refuse)
+    (run.checkpoints / ".step-00000009.tmp").mkdir()
+    (path,) = saved(run, 1)
+    assert tried == [".step-00000009.tmp"]
+    assert find_corruption(path) == ""
+    assert capsys.readouterr().out == ""
 
 
 BROKEN_STATES: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -125,6 +125,15 @@ def test_a_head_is_taken_as_it_is_only_for_the_same_classes(
         assert torch.equal(tensor, trained[name][rows] if rows else new[name])
 
 
+def test_rows_of_another_precision_are_taken_in_that_of_the_model(tmp_path: Path) -> None:
+    trained, model = build(Linear(), 5, seed=1).half(), build(Linear(), 2, seed=2)
+    save(trained, tmp_path / "weights.safetensors", NAMES, 5)
+    load_start(model, tmp_path / "weights.safetensors", ["dog", "ant"])
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.float64
+        assert torch.equal(tensor, trained.state_dict()[name][[3, 0]].double())
+
+
 def test_all_rows_are_new_where_no_class_is_the_same_or_the_file_has_none(tmp_path: Path) -> None:
     trained, file = build(DigitNet(), 5, seed=1), tmp_path / "weights.safetensors"
     backbone = {name: rows for name, rows in trained.state_dict().items() if name not in head_parameters(trained)}

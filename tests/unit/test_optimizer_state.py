@@ -181,6 +181,52 @@ def test_a_state_that_does_not_fit_is_refused_before_a_kernel_sees_it(optimizer:
         fresh.resumed(saved, fresh)
 
 
+def test_each_group_goes_on_with_its_own_count() -> None:
+    option = Timm(opt="lamb", lr=0.01, weight_decay=0.1)
+    saved = Trained(option).train(2).saved()
+    for number, group in enumerate(saved["param_groups"]):
+        group["step"] = 5 + number
+    fresh = Trained(option)
+    restore_optimizer(fresh.optimizer, fresh.model, saved)
+    assert [group["step"] for group in fresh.optimizer.param_groups] == [5, 6]
+
+
+def test_momenta_that_only_some_layers_have_are_kept() -> None:
+    class Partly(SGD):
+        def build(self, model: nn.Module) -> torch.optim.Optimizer:
+            first, *later = model.parameters()
+            return torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": later}], lr=0.1)
+
+    whole = Trained(Partly()).train(2)
+    assert [*whole.saved()["state"]] == ["0.weight"]
+    resumed = Trained(Partly()).resumed(whole.saved(), whole)
+    for expected, actual in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
+        assert torch.equal(expected, actual)
+
+
+class Paired(torch.optim.SGD):
+    """An optimizer that keeps a pair of tensors for each parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                first, second = self.state[weight].get("pair", (torch.zeros(()), torch.zeros(())))
+                self.state[weight]["pair"] = (first + 1, second + 2)
+
+
+def test_a_pair_of_a_state_stays_a_pair_and_has_two() -> None:
+    class OfPairs(SGD):
+        def build(self, model: nn.Module) -> torch.optim.Optimizer:
+            return Paired(model.parameters(), lr=0.1)
+
+    saved, fresh = Trained(OfPairs()).train(3).saved(), Trained(OfPairs())
+    restore_optimizer(fresh.optimizer, fresh.model, saved)
+    assert [entries["pair"] for entries in fresh.optimizer.state.values()] == [(3.0, 6.0)] * 6
+    saved["state"]["3.bias"]["pair"] = saved["state"]["3.bias"]["pair"][:1]
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        restore_optimizer((fresh := Trained(OfPairs())).optimizer, fresh.model, saved)
+
+
 def test_an_invalid_count_of_steps_is_refused() -> None:
     saved = Trained(AdamW()).train(1).saved()
     saved["state"]["0.weight"]["step"] = torch.zeros(1000)
@@ -328,6 +374,8 @@ def test_an_optimizer_that_cannot_step_without_a_closure_goes_on_with_its_histor
     whole, first = train(Trained(ClosureOnly()), 5), train(Trained(ClosureOnly()), 2)
     saved = first.saved()
     assert [*saved["state"]] == ["0.weight"], "it keeps all with its first parameter"
+    of_other = Trained(ClosureOnly()).resumed({**saved, "state": {"3.weight": saved["state"]["0.weight"]}}, first)
+    assert [*of_other.saved()["state"]] == ["3.weight"], "it is the state of a name"
     resumed = train(Trained(ClosureOnly()).resumed(saved, first), 3)
     assert all(map(torch.equal, resumed.weights(), whole.weights()))
     fresh = train(Trained(ClosureOnly()).resumed({**saved, "state": {}}, first), 3)

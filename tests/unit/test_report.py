@@ -32,7 +32,9 @@ from lockstep.records.record import Record
 from lockstep.report.charts import (
     BOTTOM,
     CURVE_POINTS,
+    LEFT,
     MOST_CURVES,
+    RIGHT,
     TOP,
     _axis,
     charts,
@@ -552,7 +554,7 @@ def test_fifty_classes_keep_their_order_and_of_more_the_one_without_images_is_le
     names = [f"class{number:02}" for number in range(classes)]
     hits = [50 - number for number in range(classes)]
     examples = [50] * 50 + [0] * (classes - 50)
-    predicted = [2 * number if number > 25 else 51 for number in reversed(hits)]  # no order of recall
+    predicted = [51 + 500 * (number % 2) for number in range(classes)]  # the precision has another order
     kinds: dict[str, Any] = {"examples": examples, "predicted": predicted, "hits": hits}
     Predictions(step=1, names=names, **kinds, confusion=[], curves=[], worst=[]).write(run.validation)
     shown = re.findall(r"class\d\d", page_of(run).text)
@@ -837,14 +839,20 @@ def test_a_page_has_each_fact_of_a_run_in_words(tmp_path: Path) -> None:
         "notes": ["it broke"],
     }
     run.write_summary(
-        skipped=0, seconds=None, learning={"sentence": "it learns"}, verdict=None, spent={"gpu_hours": 0}
+        skipped=0,
+        seconds=None,
+        learning={"sentence": "it learns"},
+        verdict=None,
+        spent={"gpu_hours": 0, "usd": 0.0, "kwh": 0.0},
     )
-    run.environment.write_text("{}")
+    run.environment.write_text('{"git_changes": false, "gpu_count": 0}')
     run.composed.write_text(components.dump({**composed, "epochs": 4, "steps": 1600}))
     shown = facts_of(Run(run.path))
     run.write_summary(verdict={"sentence": "it waits"})
     assert [row["name"] for row in facts_of(Run(run.path))["findings"]] == ["learning", "speed"]
-    assert not {"corrupt images skipped", "duration", "GPU hours"} & {name for name, _ in shown["summary"]}
+    assert not {"corrupt images skipped", "duration", "GPU hours", "cost"} & {name for name, _ in shown["summary"]}
+    assert ("energy", "0 kWh") in shown["summary"]
+    assert shown["environment"] == [("git_changes", "False"), ("gpu_count", "0")]
     assert shown["findings"] == [{"name": "learning", "sentence": "it learns", "evidence": "", "override": ""}]
     assert shown["headline"] == "93.46 % top-1, digitnet, folder photos"
     assert shown["hardware"][:2] == [("processes", "not known"), ("threads of each", "not known")]
@@ -969,6 +977,40 @@ def test_steps_that_are_one_make_no_chart_and_a_thousand_has_a_comma() -> None:
         (places[0], "step 1: 0"),
         (places[1], "step 1,000: 100"),
     ]
+
+
+def test_curves_of_different_steps_share_their_axes() -> None:
+    lines = [("a", "red", [20.0, 30.0], [0.0, 1.0]), ("b", "blue", [10.0, 20.0], [2.0, -1.0])]
+    first, second = line_chart(lines)["curves"]
+    assert [x for x, *_ in first["points"]] == [(LEFT + RIGHT) / 2, RIGHT]
+    assert [x for x, *_ in second["points"]] == [LEFT, (LEFT + RIGHT) / 2]
+    heights = [point[1] for point in (second["points"][1], first["points"][0], second["points"][0])]
+    assert heights == sorted(heights, reverse=True), "greater values are higher"
+
+
+def test_the_curves_of_a_chart_come_in_the_order_of_their_figures() -> None:
+    figures = [(step, {"b/x": 1.0, "a/x": 2.0}) for step in (1, 2)]
+    rows = [Figure(f"{name}/x", "X", colour="red", curve=name) for name in "ab"]
+    ((_, chart),) = charts(figures, {"X": rows})
+    assert [curve["label"] for curve in chart["curves"]] == ["b", "a"]
+
+
+def test_what_was_varied_is_drawn_for_two_jobs_with_scores_of_a_sweep_that_varies_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "parallel", lambda *values: values)
+    shown = {}
+    for scored, swept in ((1, ("a",)), (2, ("a",)), (2, ())):
+        ledger = Ledger(tmp_path / f"{scored}{swept}")
+        ledger.create(Identity(swept=swept, words=()))
+        jobs = [((f"a={number}" if swept else "b=1",), f"{number}") for number in range(3)]
+        for record in ledger.enter(jobs, identify=lambda words: object()):
+            (ledger.folder / record.folder).mkdir()
+            score = float(record.number) if record.number < scored else None
+            ledger.end(ledger.start(record), State.failed if score is None else State.done, objective=score)
+        titles = [title for title, _ in _facts(ledger)["charts"]]
+        shown[scored, swept] = any(title.startswith("What was varied") for title in titles)
+    assert shown == {(1, ("a",)): False, (2, ("a",)): True, (2, ()): False}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
+from torch.utils.tensorboard import summary as summaries
 
 from helpers import resolved, train_here
 from lockstep.core.errors import InputError, StorageError
@@ -538,6 +539,19 @@ def test_histograms_are_there_on_request(tmp_path: Path) -> None:
             model.bias[0] = value
         session(tmp_path / f"{value}", model=model)
         assert "weights/bias" not in {tag for tag, _ in written(tmp_path / f"{value}" / "val")}
+
+
+def test_a_histogram_has_64_buckets_also_of_short_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any, int]] = []
+    histogram = summaries.histogram
+
+    def recorded(name: str, values: Any, bins: int) -> Any:
+        calls.append((name, values.dtype, bins))
+        return histogram(name, values, bins)
+
+    monkeypatch.setattr(summaries, "histogram", recorded)
+    session(tmp_path / "run", model=torch.nn.Linear(2, 3).bfloat16())
+    assert calls == [("weights/weight", np.float32, 64), ("weights/bias", np.float32, 64)]
 
 
 def board(folder: Path, after: float = 0, **config: Any) -> TensorBoardWriter:
@@ -1360,7 +1374,7 @@ def test_wandb_gets_the_figures_before_a_resume_where_it_keeps_files_alone(
     monkeypatch.setenv("WANDB_MODE", variable)
     info = dataclasses.replace(info_of(tmp_path), step=3, after=3.0)
     info.run_dir.metrics.write_text('{"step": 2, "loss/train": 0.5, "a": null}\n')
-    run = loggers.WandB(mode=typed).build(info)
+    run = (loggers.WandB() if typed is None else loggers.WandB(mode=typed)).build(info)
     assert fake.logged == [(2, {"loss/train": 0.5})] * copies
     assert len(run.commands) == copies
 
