@@ -139,6 +139,8 @@ def test_images_of_a_class_with_two_folders_are_in_the_order_of_the_names_of_the
     write(tmp_path, f"train/{NFC}/0.png", f"train/{NFD}/2.png", "train/b/1.png", f"train/{NFD}/1.png", "val/b/0.png")
     levels = Folder(path=str(tmp_path), decode_size=8).train().fetch([*range(4)])[:, 0, 0, 0].tolist()
     assert levels == [2, 3, 1, 0], "an e with an accent behind it comes before an e with one"
+
+
 def test_the_images_of_a_class_are_in_the_order_of_its_spellings(tmp_path: Path) -> None:
     e = {"d": "e\u0301", "c": "\u00e9"}  # decomposed, which comes first, and composed
     spellings = [f"{e[one]}t{e[two]}{e[three]}" for one in "dc" for two in "dc" for three in "dc"]

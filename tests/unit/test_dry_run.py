@@ -4,8 +4,8 @@ import gc
 import re
 import resource
 import sys
-import traceback
 import threading
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
