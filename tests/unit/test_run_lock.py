@@ -32,7 +32,8 @@ def test_a_second_holder_is_refused_with_the_first_ones_name_and_changes_nothing
         first.take(path)
         first.take(path)
         before = path.read_bytes(), path.stat()
-        with pytest.raises(InputError, match=rf"in use by another job \(process {os.getpid()} on .+ since 20"):
+        since = r"since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\); wait for"
+        with pytest.raises(InputError, match=rf"in use by another job \(process {os.getpid()} on .+ {since}"):
             Lock().take(path)
         assert (path.read_bytes(), path.stat()) == before
     assert not path.exists()
@@ -208,6 +209,15 @@ def test_a_lock_is_given_back_once_and_can_be_taken_again(path: Path) -> None:
         lock.close()
         assert (lock.file, path.exists(), len([*Path("/dev/fd").iterdir()])) == (None, False, before)
         lock.close()
+
+
+def test_a_lock_is_held_until_its_file_is_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, close, there = Lock(), os.close, list[bool]()
+    lock.take(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", lambda file: (there.append(path.exists()), close(file))[1])
+        lock.close()
+    assert there == [False], "else another job could lock the file that is removed then"
 
 
 @pytest.mark.parametrize("content", ["[1]", "{}", '{"pid": 1}', "\xff", "3"])

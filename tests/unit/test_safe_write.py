@@ -246,8 +246,11 @@ def test_a_file_that_a_user_names_is_new_or_a_plain_one(tmp_path: Path) -> None:
     for name in ("new.onnx", "old.onnx"):
         check_out(tmp_path / name, ".onnx")
     os.mkfifo(tmp_path / "pipe.onnx")
+    (tmp_path / "link.onnx").symlink_to("old.onnx")
+    (tmp_path / "dangling.onnx").symlink_to("nothing.onnx")
     (tmp_path / "hard.onnx").hardlink_to(tmp_path / "old.onnx")
     wrong = {"folder.onnx": ", a folder", "pipe.onnx": ", a pipe", "hard.onnx": ", a hard link"}
+    wrong |= dict.fromkeys(("link.onnx", "dangling.onnx"), ", a symbolic link")
     for name, kind in {**wrong, "new.png": "", "none/new.onnx": ""}.items():
         for suffix, says in ((".onnx", "a file whose name ends with .onnx"), ("", "a file")):
             if name == "new.png" and not suffix:
@@ -277,9 +280,13 @@ def test_a_refused_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
     (busy := tmp_path / "busy").touch()
     (other := tmp_path / "other").touch()
     (tmp_path / "hard").hardlink_to(other)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("foreign")
     attempts: list[Callable[[], Any]] = [
         lambda: safe_write.append(tmp_path / "hard"),
         lambda: safe_write.append(Path("/dev/null")),
+        lambda: safe_write.append(tmp_path / "pipe"),
+        lambda: safe_write.append(tmp_path / "link"),
         lambda: safe_write.open_locked(busy),
         lambda: safe_write.Lock().take(busy),
         lambda: safe_write.Lock().take(foreign),
@@ -292,6 +299,21 @@ def test_a_refused_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
             with pytest.raises((OSError, InputError, StorageError)):
                 attempt()
             assert len([*Path("/dev/fd").iterdir()]) == before
+
+
+def test_a_file_that_somebody_has_put_in_the_place_of_a_temporary_one_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0" * 2 * size)
+    (precious := tmp_path / "precious").write_text("precious")
+    place = tmp_path / f".{'0' * 16}.tmp"
+    for put in (place.symlink_to, place.hardlink_to):
+        put(precious)
+        with pytest.raises(StorageError, match=r"file cannot be written \(File exists\)"):
+            write_atomic(tmp_path / "file", "x")
+        assert precious.read_text() == place.read_text() == "precious"
+        place.unlink()
+    assert [*tmp_path.iterdir()] == [precious]
 
 
 def test_a_text_is_utf8_and_bytes_of_a_name_that_are_no_unicode_are_shown(tmp_path: Path) -> None:
