@@ -443,6 +443,10 @@ def test_best_is_the_best_job_of_a_sweep_and_no_link(tmp_path: Path) -> None:
         pointed(tmp_path / "sweep" / "best", tmp_path, "resume")
     (best := tmp_path / "sweep" / "best").write_text("003-x\n")
     assert pointed(best, tmp_path, "resume") == tmp_path / "sweep" / "003-x"
+    for content in ("../elsewhere", ".", ""):
+        best.write_text(content)
+        with pytest.raises(InputError, match=r"^resume: .*best has .* in it, expected the name of a folder next to"):
+            pointed(best, tmp_path, "resume")
     best.write_text("link")
     (tmp_path / "sweep" / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"best names link, a symbolic link, expected a folder; name a run folder$"):

@@ -300,8 +300,13 @@ def test_what_is_no_text_is_told_by_its_first_byte_and_a_name_without_its_end(tm
     (file := tmp_path / "file").write_bytes(b"a" * 1234 + b"\xff\xfe")
     with pytest.raises(UnreadableFile, match=r"is not UTF-8 text \(byte 1,234\)"):
         read_text(file)
-    file.write_text(" 003-seed=1\r\n")
-    assert safe_read.read_name(file) == "003-seed=1"
+    for name in ("003-seed=1", "a b", ".hidden", "a..b"):
+        file.write_text(f" {name}\r\n")
+        assert safe_read.read_name(file) == name
+    for name in ("", " ", ".", "..", "a/b", "/a", "../a", "a\tb", "a\nb"):
+        file.write_text(name)
+        with pytest.raises(UnreadableFile, match="expected the name of a folder next to it"):
+            safe_read.read_name(file)
 
 
 def test_levels_are_counted_where_lists_are_beside_each_other(tmp_path: Path) -> None:
@@ -369,6 +374,7 @@ def test_what_is_not_read_at_the_last_attempt_names_its_place_and_what_to_check(
         safe_read.stored(read, "a/place")
     says = "cannot be read (fault 4, also when it was read again); check its disk or network"
     assert (str(caught.value), len(attempts)) == (f"a/place {says}", 4)
+    assert (caught.value.exit_code, caught.value.path) == (74, "a/place"), "no mistake of the user"
 
 
 @pytest.mark.parametrize(("times", "is_read"), [(3, True), (4, False)])
