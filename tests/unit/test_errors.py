@@ -19,6 +19,7 @@ from lockstep.core.errors import (
     percent,
     reason_of,
 )
+from lockstep.core.formats import NewerFormat
 
 
 def test_every_error_has_the_exit_code_of_its_kind() -> None:
@@ -83,7 +84,9 @@ def test_nothing_that_steers_a_terminal_is_left_in_a_text() -> None:
         *("https://host/x?password=SECRET;pwd=SECRET", "https://host/x?X-Amz-Credential=SECRET&pwd=SECRET"),
     ],
 )
-@pytest.mark.parametrize("sentence", ["{}", "the storage {} cannot be read", "storage='{}', mode=x", '"{}"'])
+@pytest.mark.parametrize(
+    "sentence", ["{}", "the storage {} cannot be read", "storage='{}', mode=x", '"{}"', "{} \x1b[2K"]
+)
 def test_no_text_that_is_shown_has_a_secret_of_a_url(url: str, sentence: str) -> None:
     text = sentence.format(url)
     for shown in (escaped(text), str(InputError(text)), masked(masked(text))):
@@ -147,7 +150,7 @@ def test_the_reason_of_an_error_is_its_first_line_with_words_or_its_type() -> No
 
 def test_all_lines_of_all_mistakes_are_collected_and_no_other_error() -> None:
     problems = ["first"]
-    for mistake in (InputError("a", "b"), InputError("c")):
+    for mistake in (InputError("a", "b"), NewerFormat("c")):
         with collecting(problems):
             raise mistake
     with collecting(problems):

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import gc
 import io
 import json
 import logging
@@ -73,6 +74,7 @@ def test_a_program_has_its_logger_as_it_was(
 ) -> None:
     monkeypatch.setattr(log.logger, "level", level)
     monkeypatch.setattr(log.logger, "propagate", propagate)
+    gc.collect()  # files that other tests have left open
     handlers, files = [*log.logger.handlers], len([*Path("/dev/fd").iterdir()])
     with contextlib.suppress(InputError), log.rank_logging(run, 0, separate=False):
         assert (log.logger.level, log.logger.propagate) == (logging.INFO, False)
@@ -145,6 +147,8 @@ def test_no_name_steers_the_terminal_or_a_log(run: RunDir, capsys: pytest.Captur
         assert text.replace("\n", "").isprintable()
         assert r"\x1b]0;x\x07\r\x9b31m\u202e[red]bold[/red] :smile:" in text
     assert "warning: two\\nname" in shown.out
+    literal = r"name\x1b]0;x\x07\r\x9b31m\u202e[red]bold[/red] :smile:"
+    assert shown.out.count(literal) == 5, "said and warned of, the title, the head and the cell"
 
 
 def test_a_program_without_a_standard_output_says_nothing_and_goes_on() -> None:
@@ -503,6 +507,7 @@ def test_heads_and_the_best_are_bold_and_defaults_dim() -> None:
     assert [[span.style for span in line.spans] for line in (head, *rows)] == [["bold"], ["bold"], ["dim"], []]
     assert [Column("a", [text]).styled(0).plain for text in ("x\ny", "\x1b")] == [r"x\ny", r"\x1b"]
     assert Column("a", ["x\ny"]).width(folded=False) == 4
+    assert Column("not done", ["2"]).head_lines(folded=True) == ["not", "done"]
 
 
 @pytest.mark.parametrize(
@@ -566,10 +571,17 @@ def test_forms_for_documents_align_mark_and_escape(capsys: pytest.CaptureFixture
     latex += [r"50\% \& more & \textbf{2} \\", r"\bottomrule", r"\end{tabular}"]
     lines = [r"| a\_b | n |", "|---|---|", r"| x\|y | 1 |", r"| 50% \& more | **2** |"]
     assert capsys.readouterr().out.splitlines() == [*latex, *lines]
+    show_table([Column("$x^2$", ["{~}", "#\\ ±"])], "latex")
+    lines = capsys.readouterr().out.splitlines()
+    head, first, second = r"\$x\textasciicircum{}2\$ \\", r"\{\textasciitilde{}\} \\", r"\#\textbackslash{} $\pm$ \\"
+    assert [lines[at] for at in (2, 4, 5)] == [head, first, second]
 
 
 def test_a_text_in_markdown_is_words_or_code_whatever_is_in_it() -> None:
     assert markdown("a\nb_c") == r"a\\nb\_c"
+    assert markdown(r"*~[]<>|&$@`\\") == r"\*\~\[\]\<\>\|\&\$\@\`\\\\"
+    links = {"http://a.b/c": r"http:\//a.b/c", "www.a.b": r"www\.a.b", "WWW.a": r"WWW\.a", "a.b/c": "a.b/c"}
+    assert {text: markdown(text) for text in links} == links
     code = {"a": "`a`", "a`b": "`` a`b ``", "``": "``` `` ```", "a\nb": r"`a\nb`"}
     assert {text: markdown_code(text) for text in code} == code
     blocks = {"a\nb": "```py\na\nb\n```", "```": "````py\n```\n````", "`": "```py\n`\n```"}
