@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import torch
 import lockstep
 from lockstep import api
 from lockstep.core import log
+from lockstep.core.console import terminal
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock
@@ -123,13 +125,18 @@ def test_the_parts_of_a_job_and_a_predictor_are_made_with_what_the_call_has(
 def test_a_call_that_is_quiet_shows_nothing_and_uses_its_extensions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    used: list[Sequence[str]] = []
-    monkeypatch.setattr("lockstep.config.extensions.use", used.append)
+    def use(extensions: Sequence[str]) -> None:
+        monkeypatch.setenv("LOCKSTEP_OF_AN_EXTENSION", "1")
+        used.append((extensions, terminal.quiet))
+
+    used: list[tuple[Sequence[str], bool]] = []
+    monkeypatch.setattr("lockstep.config.extensions.use", use)
     for verbose in (True, False):
         with api._guest(["mine"], verbose=verbose):
             log.show("a line")
         assert ("a line" in capsys.readouterr().out) is verbose
-    assert used == [["mine"], ["mine"]]
+        assert "LOCKSTEP_OF_AN_EXTENSION" not in os.environ, "what it has set stays in the call"
+    assert used == [(["mine"], False), (["mine"], True)]
 
 
 def test_the_training_command_of_a_program_has_its_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +233,7 @@ def test_a_training_gives_what_the_folder_of_its_run_has(
         passed.append(f"end of {name}")
 
     def create_run(resume: Decided, lock: Lock) -> Any:
+        lock.take(tmp_path / "lock")
         passed.append((resume, type(lock)))
         return context("folder", run), SimpleNamespace(launcher=SimpleNamespace(starts_ranks=starts_ranks))
 
@@ -253,6 +261,7 @@ def test_a_training_gives_what_the_folder_of_its_run_has(
     assert (result.folder, result.weights, result.objective) == (run.path, run.weights, objective)
     assert (result.summary["status"], result.summary["best_step"]) == ("completed", 2)
     assert result.metrics == [lines[0], {"step": 2, "loss/train": 1.5, "acc/val_top1": 50.0}]
+    assert not (tmp_path / "lock").exists()
     assert not (tmp_path / "new").exists(), "the run is elsewhere, so the folder that was made for it goes"
 
 

@@ -337,6 +337,12 @@ def test_a_frame_has_the_pixels_nearest_to_the_means_also_in_an_exported_folder(
         assert (framed[:, :, [0, 2]] == pixel).all()
 
 
+def test_a_frame_has_pixels_also_where_a_mean_is_none() -> None:
+    shape = (3, 8, 8)
+    card = replace(Digits().preprocessing, image_shape=shape, input_shape=shape, mean=(-1.0, 0.25, 2.0))
+    assert card.fill == (0, 64, 255)
+
+
 @pytest.mark.parametrize("kind", FileFormat)
 def test_a_format_is_read_up_to_the_newest_and_a_file_without_a_version_is_of_the_first(kind: FileFormat) -> None:
     newest = FORMAT_NUMBERS[kind]

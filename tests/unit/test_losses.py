@@ -206,7 +206,8 @@ def test_a_target_that_is_the_threshold_becomes_0_as_in_timm() -> None:
     shares = torch.tensor([[0.25, 0.75, 0.0], [0.5, 0.25, 0.25]], dtype=torch.float64)
     loss = BCE(threshold=0.25).build(3, LABELS)
     theirs = BinaryCrossEntropy(0.0, 0.25)
-    close(loss(LOGITS[:2, :3], shares).mean(), theirs(LOGITS[:2, :3], shares))
+    for module in (loss, loss.eval()):
+        close(module(LOGITS[:2, :3], shares).mean(), theirs(LOGITS[:2, :3], shares))
 
 
 OF_VALUES: dict[str, Any] = {"mse": MSE(), "huber": Huber(delta=0.5)}
@@ -236,6 +237,8 @@ def test_of_a_loss_without_class_weights_all_classes_weigh_the_same() -> None:
     chosen = CrossEntropy(class_weights=[1.0, 0.5]).weights(2, LABELS)
     assert chosen is not None
     assert chosen.tolist() == [1.0, 0.5]
+    module = CrossEntropy(class_weights=[1.0, 0.5]).build(2, LABELS)
+    assert [name for name, _ in module.named_buffers()] == ["weights"], "which go to the device of the network"
 
 
 @pytest.mark.parametrize("tolerates", [False, True])

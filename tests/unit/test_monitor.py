@@ -290,6 +290,7 @@ def test_the_value_that_decides_is_that_of_the_averaged_weights_and_may_be_zero(
     assert monitor.value_in({"loss/val_ema": None, "loss/val": 0.5}) == 0.5
     assert [monitor.gain(value) for value in (0.5, 0.0, float("nan"), None)] == [-0.5, 0.0, None, None]
     assert [Monitor("top1").gain(value) for value in (0.5, float("nan"))] == [0.5, None]
+    assert monitor.gain(float("inf")) == -float("inf"), "a loss that is infinite is the worst one"
 
 
 def test_a_figure_has_the_category_and_the_title_of_its_chart_and_tags_of_its_own() -> None:
@@ -333,7 +334,7 @@ def test_a_test_split_is_proposed_where_the_data_can_have_one(keys: tuple[str, .
 
 
 def test_the_figures_of_a_job_have_the_directions_of_their_metrics_and_options_and_the_monitor_its_own() -> None:
-    figures = {"my/gap": Direction.minimize, "loss/val": Direction.maximize}
+    figures = dict.fromkeys(("loss/val", "acc/val_top1"), Direction.maximize) | {"my/gap": Direction.minimize}
     known = job_directions(Monitor("top1", Direction.minimize), ("top1", "top5"), {"f1": METRICS["f1"]}, figures)
     assert known == {
         "loss/val": Direction.maximize,

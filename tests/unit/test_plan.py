@@ -20,7 +20,7 @@ def test_a_time_is_in_seconds_minutes_or_hours() -> None:
 
 def test_a_duration_is_in_steps_epochs_or_a_share_of_the_run() -> None:
     durations = {100: 100, "100": 100, "2ep": 80, "0.5ep": 20, "0.32ep": 13, "1 ep": 40, 0: 0}
-    durations |= {"0.9%": 2, "5%": 10, "2.5 %": 5}
+    durations |= {"0.9%": 2, "5%": 10, "2.5 %": 5, "0.7%": 1, "0.31ep": 12, "1.25%": 2, "0.0625ep": 2}
     assert {value: steps("key", value, steps_per_epoch=40, total_steps=200) for value in durations} == durations
 
 

@@ -507,6 +507,10 @@ def test_a_card_says_its_names_and_the_score_that_has_chosen_the_weights(digits:
     assert replace(card, scores={}).score == ""
     assert replace(card, classes=3, class_names=()).names == ("0", "1", "2")
     assert replace(card, classes=2, class_names=("cafe\u0301", "b\udcff")).names == ("caf\u00e9", "b\\udcff")
+    assert replace(card, classes=2, class_names=("\ufb01n", "H\u2082O")).names == ("\ufb01n", "H\u2082O"), (
+        "they look so"
+    )
+    assert replace(card, monitor="f1", scores={"f1": 0.0}).score == "f1 0"
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(card, scores={"f1": NAN}).metadata()
     earlier = replace(card, lockstep="0.9")

@@ -390,8 +390,8 @@ def test_answers_are_in_words_with_their_own_names_or_others() -> None:
     )
     assert own["classes"].in_words(2) == "c"
     assert own["classes"].in_words(2, ("x", "y", "z")) == "z"
-    assert [own["labels"].in_words(labels, names) for labels in ([], [0, 2])] == ["none", "a, c"]
-    assert own["values"].in_words([0.1]) == "0.1"
+    assert [own["labels"].in_words(labels, names) for labels in ([], [2, 0])] == ["none", "c, a"]
+    assert [own["values"].in_words([value]) for value in (0.1, 0.10000000149011612)] == ["0.1"] * 2, "of float32"
     assert own["values"].in_words([None]) == "not a number"
     assert own["values"].in_words([0.1, 2.0], ("", "width")) == "0.1, width 2"
     assert finite({"a": 1.0, "b": math.nan, "c": math.inf, "d": -math.inf, "e": 0.0}) == {"a": 1.0, "e": 0.0}
@@ -422,7 +422,10 @@ def test_where_there_is_no_proc_a_process_is_known_by_its_time_unless_it_is_gone
     assert born(7) == time
 
 
-@pytest.mark.parametrize(("state", "time"), [("S", "123"), ("R", "123"), ("D", "123"), ("Z", ""), ("X", "")])
+@pytest.mark.parametrize(
+    ("state", "time"),
+    [("S", "123"), ("R", "123"), ("D", "123"), ("T", "123"), ("t", "123"), ("I", "123"), ("Z", ""), ("X", "")],
+)
 def test_the_time_of_a_process_is_behind_its_name_whatever_is_in_that(
     state: str, time: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
