@@ -202,8 +202,8 @@ def test_a_rank_is_of_our_agent_by_the_name_that_it_has_for_a_job(monkeypatch: p
     assert not launch_env.in_agent(), "it is no rank"
     set_environment(monkeypatch, RANK="0", WORLD_SIZE="2")
     assert (launch_env.in_agent(), launch_env.follows()) == (True, False)
-    set_environment(monkeypatch, RANK="1", TORCHELASTIC_RUN_ID="none")
-    assert (launch_env.in_agent(), launch_env.follows()) == (False, True)
+    set_environment(monkeypatch, RANK="1", TORCHELASTIC_RUN_ID="none", LOCAL_RANK="0")
+    assert (launch_env.in_agent(), launch_env.follows()) == (False, True), "it is the first of another machine"
 
 
 def test_the_ranks_on_this_machine_are_all_unless_a_launcher_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_last_step_however_many_digits_i
     [
         ("-loss", "loss/val", (0.9, 0.5, 0.7), "0.5"),
         ("top1", "acc/val_top1", (50.0, 90.0, 70.0), "90.00"),
+        ("top1", "acc/val_ema_top1", (50.0, 90.0, 70.0), "90.00"),
         ("-error", "metric/error", (3.0, 1.0, 2.0), "1"),
     ],
 )

@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import sklearn.metrics as reference
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers import FAKE, built, records, resolved, train_here, weights
@@ -23,6 +24,7 @@ from lockstep.core.model import is_broken
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import MSE, Huber, MaskedLoss
+from lockstep.precision import BF16
 from lockstep.scores import EvaluationBlock, Scores
 from lockstep.tasks import Distill, Multiclass, Multilabel, Regression
 from lockstep.training.resolved_job import card_of
@@ -240,6 +242,44 @@ def test_a_resume_may_change_the_values_of_a_task_that_does_not_say_otherwise() 
         tilt: float = 0.5
 
     assert Tilted(tilt=2.0).identity() == {}
+def test_a_teacher_has_a_place_that_does_not_depend_on_the_folder_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").touch()
+    for name in ("run", "run/model.safetensors"):
+        task = Distill(teacher=name, temperature=2.0).absolute()
+        assert task == Distill(teacher=f"{tmp_path}/run/model.safetensors", temperature=2.0)
+
+
+@pytest.mark.numerics
+def test_a_teacher_sees_the_pixels_on_the_device_and_in_the_format_of_its_own_without_a_gradient(
+    teacher: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Network(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            seen.append((images.dtype, torch.is_grad_enabled(), images.double().flatten().tolist()))
+            return images.flatten(1)
+
+    def load(path: str, *, device: str) -> Any:
+        seen.append((path, device))
+        return network
+
+    seen: list[Any] = []
+    card = replace(read_card(teacher.weights), mean=(0.5,), std=(0.25,))
+    network = SimpleNamespace(card=replace(card, mean=(0.25,), std=(0.5,)), model=Network())
+    network.precision, network.device = BF16(), torch.device("cpu")
+    monkeypatch.setattr("lockstep.training.trained.load_trained", load)
+    task = Distill(teacher="a/run").ready(card, torch.device("cuda", 1))
+    assert seen.pop() == ("a/run", "cuda:1")
+    outputs = torch.zeros(1, 2, requires_grad=True)
+    pixels = torch.tensor([0.5, 1.0]).view(1, 1, 1, 2)
+    losses, _ = task.losses(
+        Batch((pixels - 0.5) / 0.25, torch.tensor([0]), lambda _: outputs, lambda *_: torch.zeros(1), lambda *_: None)
+    )
+    assert seen == [(torch.bfloat16, False, [0.5, 1.5])], "(0.5 - 0.25) / 0.5 and (1 - 0.25) / 0.5"
+    assert (losses.dtype, losses.requires_grad) == (torch.float32, True)
 
 
 def test_a_stage_with_fewer_outputs_learns_from_the_teacher_of_their_images(teacher: RunDir) -> None:

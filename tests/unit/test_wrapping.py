@@ -89,6 +89,12 @@ def test_no_message_breaks_what_a_user_copies(width: int) -> None:
         "python -m pip",
         "`a b c d`",
         "'train.sizes={0: 128, 50%: 192, 80%: 224}'",
+        '"the class of a user"',
+        "mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db",
+        "tensorboard --logdir outputs/20260102",
+        "pip install 'lockstep[photos]'",
+        "cd ~/my/project",
+        "lockstep export RUN --to torch",
     ],
 )
 def test_a_command_moves_to_the_next_line_as_a_whole(command: str) -> None:
@@ -96,3 +102,8 @@ def test_a_command_moves_to_the_next_line_as_a_whole(command: str) -> None:
     lines = fill(text, 56, 2).split("\n")
     assert any(command in line for line in lines)
     assert " ".join(line.strip() for line in lines) == text
+
+
+def test_a_number_stays_with_its_percent_sign_and_an_apostrophe_within_a_word_begins_nothing() -> None:
+    assert fill("a score of 98.5 % top-1", 16, 1) == "a score of\n 98.5 % top-1"
+    assert fill("the run's best score and the user's", 16, 0) == "the run's best\nscore and the\nuser's"
