@@ -479,6 +479,9 @@ def test_outputs_become_probabilities_as_the_loss_has_them_and_odds_that_are_fin
         odds = log_odds(broken, kind)
         assert odds.dtype is torch.float64
         assert not odds.isinf().any()
+        untouched = broken.double()
+        log_odds(untouched, kind)
+        torch.testing.assert_close(untouched, broken.double(), rtol=0, atol=0, equal_nan=True)
     lowest = torch.finfo(torch.float64).min
     assert log_odds(torch.tensor([[-torch.inf, 0.0]]), SOFTMAX).tolist() == [[lowest, -lowest]]
 

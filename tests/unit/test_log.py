@@ -543,8 +543,8 @@ def test_a_setting_is_its_value_in_json() -> None:
 
 
 def test_rows_have_all_columns_of_any_row() -> None:
-    rows = [{"a": 1}, {"b": 2, "a": None}]
-    assert row_lines(rows, "csv") == ["a,b", "1,", ",2"]
+    rows = [{"b": 1}, {"a": 2, "b": None}]
+    assert row_lines(rows, "csv") == ["b,a", "1,", ",2"]
     assert [row_lines([], "csv"), row_lines([], "json"), html_table([])] == [[], ["[]"], ""]
     cells = "<tr><td>0.1235</td><td>&lt;b&gt;</td></tr>"
     assert html_table([{"a": 0.123456, "b": "<b>"}]) == f"<table><tr><td>a</td><td>b</td></tr>{cells}</table>"

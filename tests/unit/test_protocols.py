@@ -177,7 +177,7 @@ def test_a_data_set_is_prepared_split_by_split_and_described_by_its_parts() -> N
     own = Parts()
     own.prepare()
     assert calls == ["train", "eval", "test"]
-    assert splits_of(own) == {"train": "train split", "val": "evaluation split"}
+    assert [*splits_of(own).items()] == [("train", "train split"), ("val", "evaluation split")]
     described = own.preprocessing
     assert (described.image_shape, described.input_shape) == ((3, 8, 9), (3, 8, 9))
     assert (described.mean, described.std, described.fit, described.eval_crop) == (own.mean, own.std, "pad", 0.5)

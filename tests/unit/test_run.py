@@ -254,9 +254,10 @@ def test_the_choices_of_a_run_are_those_of_its_groups_and_its_swept_values_those
     (run.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": chosen}}}))
     run.overrides.write_text(json.dumps(["seed=1", "model.width=3", "optimizer.lr=0.1"]))
     assert Run(run.path).choices == {"model": "linear", "fold": "3"}
-    for content, expected in (('{"swept": ["seed", "batch"]}', {"seed": "1"}), ("{}", {}), ("[", {}), ("[]", {})):
+    both = ('{"swept": ["optimizer.lr", "seed", "batch"]}', {"optimizer.lr": "0.1", "seed": "1"})
+    for content, expected in (both, ('{"swept": ["seed"]}', {"seed": "1"}), ("{}", {}), ("[", {}), ("[]", {})):
         (sweep / "sweep.json").write_text(content)
-        assert Run(run.path).swept == expected
+        assert [*Run(run.path).swept.items()] == [*expected.items()], "in the order of the sweep"
 
 
 def test_a_folder_that_nobody_may_look_at_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
