@@ -514,6 +514,11 @@ def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path) -> None:
         with pytest.raises(InputError) as caught:
             RunDir.at(folder)
         assert str(caught.value) == f"output_root: {file} is a file, expected a folder for the run"
+    for name in (".hydra", "logs", "checkpoints"):
+        (linked := tmp_path / f"linked{name}").mkdir()
+        (linked / name).symlink_to(tmp_path)
+        with pytest.raises(InputError, match=rf"{name} is a symbolic link, expected a folder; replace it by its tar"):
+            RunDir.at(linked)
     with pytest.raises(FileExistsError):
         RunDir.at(run, new=True)
     with pytest.raises(InputError) as caught:

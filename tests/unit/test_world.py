@@ -236,7 +236,8 @@ def test_small_messages_take_the_group_of_the_host_and_values_the_device(monkeyp
     assert other.gather_to_main("a") == []
     for collective in (other.any, other.broadcast, other.gather):
         collective(False)
-    other.sum(torch.zeros(1))
+    tensor = torch.zeros(1)
+    assert other.sum(tensor) is World.solo().sum(tensor) is tensor, "in place"
     other.barrier()
     expected = [("send_object_list", control), ("all_reduce", control), ("broadcast_object_list", device)]
     assert calls == [*expected, ("all_gather_object", control), ("all_reduce", None), ("barrier", None)]
