@@ -380,6 +380,9 @@ def test_predictions_of_many_classes_are_read_and_those_of_another_form_are_told
         file.write_text(text)
         with pytest.raises(UnreadableFile, match=r"validation\.json is not a file of predictions"):
             Predictions.read(file)
+    os.truncate(file, 64 * 2**20 + 1)
+    with pytest.raises(UnreadableFile, match="has 67,108,865 bytes, expected at most 67,108,864"):
+        Predictions.read(file)
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(own, average_precision=[math.nan]).write(file)
 

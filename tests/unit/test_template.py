@@ -19,6 +19,7 @@ from lockstep.config import options
 def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The package of the template, of which nothing is left after a test."""
     monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a new project is a copy of the folder
     monkeypatch.syspath_prepend(TEMPLATE)
     yield importlib.import_module(NAME)
     for name in [module for module in sys.modules if module.partition(".")[0] == NAME]:
