@@ -435,12 +435,14 @@ def test_a_field_keeps_each_fact_that_is_written_at_it_in_any_order() -> None:
         field = fields.ruled("a", TEXT)
         for fact in order:
             field = fact(field)
-        cls: Any = dataclasses.make_dataclass("Written", [("key", str, field)])
-        assert fields.rule_of(cls, "key") is TEXT
-        assert fields.declared_role(cls, "key") is fields.Role.place
-        assert (fields.former_names(cls), fields.values_before(cls)) == ({"old": "key"}, {"key": "b"})
-        assert fields.config_defaults(cls) == {"key": "${seed}"}
-        assert [*fields.personal_values(cls())] == [("key", "shell", "a", "a")]
+        written: Any = dataclasses.make_dataclass("Written", [("key", str, field)])
+        derived: Any = dataclasses.make_dataclass("Derived", [("more", int, 1)], bases=(written,))
+        for cls in (written, derived):
+            assert fields.rule_of(cls, "key") is TEXT
+            assert fields.declared_role(cls, "key") is fields.Role.place
+            assert (fields.former_names(cls), fields.values_before(cls)) == ({"old": "key"}, {"key": "b"})
+            assert fields.config_defaults(cls) == {"key": "${seed}"}
+            assert [*fields.personal_values(cls())] == [("key", "shell", "a", "a")]
 
 
 def test_sizes_and_mappings_are_told_with_their_limits_and_words() -> None:
