@@ -498,6 +498,9 @@ def test_a_personal_value_is_a_place_unless_it_is_more() -> None:
     cls: Any = dataclasses.make_dataclass("Personal", own)
     expected = [("folder", "folder", "c", "a"), ("place", "place", None, None)]
     assert [*fields.personal_values(cls(folder="c"))] == expected
+    derived: Any = dataclasses.make_dataclass("Derived", [("place", str, "theirs"), ("free", str, "b")], bases=(cls,))
+    expected = [("folder", "folder", "a", "a"), ("place", "place", "mine", "theirs")]
+    assert [*fields.personal_values(derived(place="mine"))] == expected, "also where only the default is another one"
 
 
 def test_each_item_of_a_list_has_its_range_and_a_list_is_told_as_one() -> None:

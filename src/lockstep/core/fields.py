@@ -292,8 +292,8 @@ def personal_values(component: Any, prefix: str = "") -> Iterator[tuple[str, str
     """The key, the kind, the value and the default of each `personal` field of a job, or of an option."""
     for field in dataclasses.fields(component):
         key, value = f"{prefix}{field.name}", getattr(component, field.name)
-        if _PERSONAL in field.metadata:
-            yield key, field.metadata[_PERSONAL], value, default_of(field)
+        if kind := _declared(type(component), field.name, _PERSONAL):
+            yield key, kind, value, default_of(field)
         for name, part in value.items() if isinstance(value, Mapping) else [("", value)]:
             if dataclasses.is_dataclass(part):
                 yield from personal_values(part, f"{key}.{name}." if name else f"{key}.")
