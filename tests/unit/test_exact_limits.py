@@ -168,8 +168,10 @@ def test_a_mean_may_begin_at_the_last_step_and_always_has_it(every: int) -> None
         expected = {step for step in range(start, 8) if step % every == 0} | {7}
         assert mean.until(7) == {step for step in range(1, 8) if mean.due(step)} == expected
         mean.check(start)
+    beyond = Averaging(8, every, 7)
+    assert (beyond.until(7), beyond.due(7)) == (set(), False), "not even its last step"
     with pytest.raises(InputError, match=r"train.swa_from is 8, step 8, but the run has 7 steps"):
-        Averaging(8, 1, 7).check(8)
+        beyond.check(8)
 
 
 def test_a_mean_is_continued_up_to_the_last_step_or_begun_after_a_checkpoint_of_an_earlier_one() -> None:
