@@ -127,7 +127,7 @@ class _Distilling(Distill):
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         outputs = batch.network(batch.images)
-        with torch.no_grad():
+        with torch.no_grad(), self.trained.precision.autocast(self.trained.device):
             pixels = batch.images.to(self.scale.dtype) * self.scale + self.shift
             taught = self.trained.model(pixels.to(self.trained.precision.dtype))
             taught = taught.to(outputs.dtype)[: len(outputs)]

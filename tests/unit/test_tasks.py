@@ -258,9 +258,15 @@ def test_a_teacher_sees_the_pixels_on_the_device_and_in_the_format_of_its_own_wi
     teacher: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
         def forward(self, images: Tensor) -> Tensor:
             seen.append((images.dtype, torch.is_grad_enabled(), images.double().flatten().tolist()))
-            return images.flatten(1)
+            taught: Tensor = self.layer(images.flatten(1))
+            assert taught.dtype == torch.bfloat16, "its weights have another format"
+            return taught
 
     def load(path: str, *, device: str) -> Any:
         seen.append((path, device))
