@@ -541,6 +541,8 @@ def test_what_is_evaluated_follows_from_the_input_or_is_a_share_and_never_nothin
     ]
     assert evaluated_size((54, 100), 0.875, (48, 32)) == (48, 88), "87.5 of 100 are rounded to the even number"
     assert evaluated_size((1, 3), 0.1, (5, 5)) == (1, 1)
+    oblong = {"image_shape": (1, 54, 100), "input_shape": (1, 48, 32), "eval_crop": 0.875}
+    assert replace(Digits().preprocessing, **oblong).centre == (48, 88)
     assert evaluated_size((10, 11), 0.65, (5, 5)) == (6, 7), "of 6.5 and 7.15"
 
 

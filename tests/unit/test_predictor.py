@@ -490,6 +490,15 @@ def test_all_that_a_description_says_of_channels_has_the_same_number(
         ModelCard.parse(changed(digits, **values))
 
 
+def test_a_description_that_is_nested_too_deeply_or_has_too_few_or_too_many_names_is_told(digits: RunDir) -> None:
+    for text in ("[" * 100_000, "{", "[" * 40 + "]" * 40):
+        with pytest.raises(ValueError, match=r"^its description is not JSON \(.+\)$"):
+            ModelCard.parse({METADATA_KEY: text})
+    for number in (1, 9, 11):
+        with pytest.raises(ValueError, match=f"^it has {number} class_names, expected one for each of 10$"):
+            ModelCard.parse(changed(digits, class_names=["a"] * number))
+
+
 def test_a_card_says_its_names_and_the_score_that_has_chosen_the_weights(digits: RunDir) -> None:
     card = replace(ModelCard.parse(changed(digits)), trained_on={"_target_": "a.b.Data", "name": "x"})
     assert card.data_name == "Data"
