@@ -242,6 +242,8 @@ def test_a_resume_may_change_the_values_of_a_task_that_does_not_say_otherwise() 
         tilt: float = 0.5
 
     assert Tilted(tilt=2.0).identity() == {}
+
+
 def test_a_teacher_has_a_place_that_does_not_depend_on_the_folder_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
