@@ -15,8 +15,10 @@ import yaml
 from helpers import FAKE, composed, run_dir, train_here
 from lockstep.config import components, composition
 from lockstep.config.components import build_job
-from lockstep.config.composition import Invocation
+from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
+from lockstep.core.formats import NewerFormat
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.job import resume as resuming
@@ -99,6 +101,94 @@ def test_data_is_fetched_for_a_command_that_may_alone(run: Path | None, may_fetc
     source: Any = SimpleNamespace(**{name: partial(calls.append, name) for name in ("prepare", "train", "eval")})
     fetch_data(replace(resume_of(run), may_fetch=may_fetch), source)
     assert calls == (["prepare"] if may_fetch else ["train", "eval"])
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "configs", "may_fetch"),
+    [
+        (("dataset=mnist",), (), ConfigFiles(), True),
+        (("dataset=mnist", "data_root=theirs"), (), ConfigFiles(), True),
+        (("dataset=mnist", "data_root=theirs"), (), ConfigFiles(folder="/conf"), False),
+        (("dataset=mnist", "data_root=theirs"), (), ConfigFiles(searchpath=("x",)), False),
+        (("dataset=mnist", "data_root=mine"), ("data_root=mine",), ConfigFiles(folder="/conf"), True),
+        (("dataset=mnist", "dataset.root=mine"), ("++dataset.root=mine",), ConfigFiles(folder="/conf"), True),
+        (("dataset=mnist", "dataset.root=theirs"), ("data_root=mine",), ConfigFiles(folder="/conf"), False),
+        (("dataset=mnist",), (), ConfigFiles(folder="/conf"), True),
+        (("data_root=theirs",), (), ConfigFiles(folder="/conf"), True),
+    ],
+    ids=str,
+)
+def test_data_is_fetched_to_the_usual_folder_or_one_that_the_command_itself_names(
+    words: tuple[str, ...], own: tuple[str, ...], configs: ConfigFiles, may_fetch: bool
+) -> None:
+    called = Invocation(overrides=words, sweep=False, folder=None, hydra="", configs=configs, own_words=own)
+    resume = decide_resume(composed(*words), called)
+    assert resume.may_fetch is may_fetch
+    assert (resume.own is None, resume.own == {}) == (not configs.are_foreign, configs.are_foreign)
+
+
+def test_a_checkpoint_is_named_from_the_current_folder_or_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for place in ("step-00000002", "home/step-00000003"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "manifest.json").write_text("{}")
+    for word, place in (("step-00000002", "step-00000002"), ("'~/step-00000003'", "home/step-00000003")):
+        resume = decided(f"resume={word}")
+        assert (resume.values["resume"], resume.checkpoint) == (str(tmp_path / place), tmp_path / place)
+        assert (resume.run, resume.folder) == (None, None)
+    (link := tmp_path / "link").symlink_to(run_dir(tmp_path / "run").path)
+    assert decided(f"resume={link}").run == tmp_path / "run", "a run is one folder by whatever name"
+    with pytest.raises(InputError, match=r"^resume has the weights of its checkpoint, and init_from names others"):
+        decided("resume=step-00000002", "init_from=there")
+
+
+def test_a_file_that_is_no_run_starts_a_new_one_and_what_is_nothing_is_named_again(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").touch()
+    (tmp_path / "folder").mkdir()
+    of_file = f"a new run starts from a file's weights with init_from={tmp_path}/w.safetensors"
+    other = "name one with resume=PATH, or the newest run with resume=latest"
+    for name, remedy in (("w.safetensors", of_file), ("folder", other), ("nothing", other)):
+        with pytest.raises(InputError) as raised:
+            decided(f"resume={tmp_path / name}")
+        assert str(raised.value) == (f"resume: {tmp_path / name} is neither a run folder nor a checkpoint; {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (InputError("no run of that name"), " with resume=PATH"),
+        (InputError("no run mnie. Did you mean mine?"), ""),
+        (NewerFormat("written by Lockstep 9"), ""),
+    ],
+    ids=str,
+)
+def test_what_latest_does_not_name_may_be_named_unless_something_else_helps(
+    error: InputError, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(resuming, "pointed", fail)
+    with pytest.raises(InputError) as raised:
+        decided("resume=latest")
+    assert str(raised.value) == f"{error}{ends}"
+
+
+@pytest.mark.parametrize("word", ["launcher.threads=3", "train.eval_batch=8", "train.ema_every=7 train.ema=0.9"])
+def test_a_key_is_lost_unless_the_command_types_it_or_what_it_is_in(word: str, tmp_path: Path) -> None:
+    """Those of the last bits of a run too; and `train.ema` is no part of `train.ema_every`."""
+    run = run_dir(tmp_path / "run", "seed=5", *word.split())
+    lost, *rest = word.split()
+    words = [own for own in read_overrides(run.overrides) if own != lost]
+    run.overrides.write_text(components.dump(words))
+    key, _, value = lost.partition("=")
+    for again in ((), tuple(rest)):
+        with pytest.raises(InputError, match=rf"\({key} was {value} and is "):
+            decided(f"resume={run.path}", *again)
+    assert dict(leaves(decided(f"resume={run.path}", lost).values))[key] == int(value)
 
 
 def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:

@@ -77,7 +77,11 @@ def test_a_monitor_is_refused_where_scikit_learn_has_no_score(
         created(*QUICK, *job, out)
         return
     sentence = refusal(tmp_path / "out", *QUICK, *job)
-    assert f"monitor is {metric}, which has no value on the {len(labels)} images to evaluate" in sentence
+    present = len({*labels.argmax(1)}) if task == "multiclass" else labels.any(0).sum()
+    kind = {"multiclass": f" ({present} of 3 classes)", "multilabel": f" ({present} of 3 labels)", "regression": ""}
+    assert (
+        f"monitor is {metric}, which has no value on the {len(labels)} images to evaluate{kind[task]}, " in sentence
+    )
     created(*QUICK, *job[:-1], "monitor=loss", out)  # as the sentence says
 
 

@@ -91,9 +91,10 @@ def test_published_weights_are_fetched_for_a_run_that_begins(
     monkeypatch.setattr(prepare.forking, "keep_one_thread", lambda: steps.append("thread"))
     monkeypatch.setattr(prepare, "checked_job", lambda own, sweep: job)
     monkeypatch.setattr(prepare, "fetch_data", lambda own, dataset: steps.append("data"))
+    monkeypatch.setattr(prepare, "check_plan", lambda own: steps.append("plan") or plan_of(own, 100))
     monkeypatch.setattr(prepare, "check_resumable", lambda own, job, plan: steps.append(f"resume {plan.examples}"))
     assert prepare.prepare(resume) == job
-    assert steps == ["thread", "address", "data", *["weights"] * (not has_checkpoint), "resume 100"]
+    assert steps == ["thread", "address", "data", "plan", *["weights"] * (not has_checkpoint), "resume 100"]
 
 
 def test_a_command_that_makes_no_run_takes_one_device_and_leaves_out_what_only_a_run_uses(
@@ -108,12 +109,15 @@ def test_a_command_that_makes_no_run_takes_one_device_and_leaves_out_what_only_a
     assert job_here(words, "a trial").epochs == 7
 
 
-def test_a_command_without_a_run_folder_keeps_its_ranks_and_fits_its_batch(
-    capsys: pytest.CaptureFixture[str],
+def test_a_command_without_a_run_folder_keeps_its_ranks_fits_its_batch_and_fetches_its_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fetched: list[Any] = []
+    monkeypatch.setattr(prepare, "fetch_data", lambda resume, dataset: fetched.append((resume.may_fetch, dataset)))
     words = (*SMALL, "dataset.examples=30", "launcher=spawn", "launcher.ranks=2", "hydra.run.dir=run")
     job = prepare.job_of(words)
     assert (job.launcher.ranks, type(job.strategy), job.batch) == (2, DDP, 30)
+    assert fetched == [(True, job.dataset)]
     assert "no run folder is made; ignored: hydra.run.dir=run" in capsys.readouterr().err
 
 
@@ -182,6 +186,15 @@ def test_a_job_is_checked_again_with_the_batch_that_fits_its_images() -> None:
     job = checked_job(resume)
     with pytest.raises(InputError, match=r"^train\.repeats is 4, but batch is 10"):
         fitted_to_images(job, resume)
+
+
+def test_a_batch_of_all_images_has_the_rate_of_trained_weights_and_what_the_images_choose() -> None:
+    auto = ("epochs=auto", "train.ema=auto", "train.mixup=auto", "train.patience=auto")
+    resume = resume_of(*SMALL, "dataset.examples=16", *auto)
+    trained = replace(checked_job(resume), init_from="start.safetensors")
+    fitted = fitted_to_images(trained, resume)
+    assert (fitted.batch, fitted.optimizer.lr) == (16, pytest.approx(1e-4 * (16 / 64) ** 0.5))
+    assert (fitted.train.ema, fitted.train.mixup, fitted.train.patience) == (0.99, 0, "50%")
 
 
 @pytest.mark.parametrize("may_fetch", [True, False])
@@ -346,6 +359,21 @@ def test_the_learning_rates_up_to_the_step_of_a_resume_are_compared(
     assert len({*looked_at}) < 1001, "a thousand steps of a long run are enough"
 
 
+def test_a_schedule_that_does_not_fit_into_the_plan_of_before_is_no_obstacle(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def factor(self: Any, at: int, plan: Plan, scores: Any) -> float:
+        if plan.total_steps == 80:
+            raise InputError("its parts end before")
+        return 1.0
+
+    monkeypatch.setattr("lockstep.optim.schedule.Constant.factor", factor)
+    assert noted(7, {"steps": [80]}, capsys) == ""
+    words = ("train.mix_until=50%", "train.mixup=0.2")
+    change = "train.mix_until [20] (not [30])"
+    assert noted(21, {"steps": [80], "train.mix_until": [30]}, capsys, *words) == HEAD.format(21) + change + TAIL
+
+
 MISPLACED = {
     **dict.fromkeys(
         (
@@ -368,6 +396,49 @@ def test_what_is_misplaced_in_a_run_folder_is_named(tmp_path: Path, name: str) -
     with closing(Lock()) as lock, pytest.raises(InputError) as raised:
         prepare.lock_run_folder(run.path, lock)
     assert str(raised.value) == f"{path} is {MISPLACED[name]}; move it"
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_of_what_is_misplaced_the_first_name_is_said_whatever_the_order_of_the_disk(
+    tmp_path: Path, step: int
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.overrides.write_text("[]")
+    for name in sorted(MISPLACED)[::step]:
+        if "/" not in name and MISPLACED[name].startswith("a folder"):
+            (run.path / name).mkdir()
+    with closing(Lock()) as lock, pytest.raises(InputError) as raised:
+        prepare.lock_run_folder(run.path, lock)
+    assert str(raised.value).startswith(f"{run.path / 'code.diff'} is a folder, expected a file")
+
+
+def test_a_folder_that_another_job_has_is_refused_before_the_job_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.overrides.write_text("[]")
+    monkeypatch.setattr(prepare, "prepare", None)  # is not called
+    with closing(Lock()) as earlier, closing(Lock()) as lock:
+        earlier.take(run.lock)
+        with pytest.raises(InputError, match="in use by another job"):
+            prepare.create_run(resume_of(*SMALL, folder=run.path), lock)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [OSError(5, "odd"), StorageError("full"), UnreadableFile("a", "is damaged")],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_fault_of_what_undoes_a_refused_job_hides_no_refusal(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise fault
+
+    run = RunDir.at(tmp_path / "run")
+    monkeypatch.setattr(prepare, "remove_empty", fail)
+    with pytest.raises(InputError, match=r"^no$"), job_folder(run, {run.config: "text"}, [run.path]):
+        raise InputError("no")
 
 
 def test_files_and_folders_of_the_user_may_be_in_a_run_folder_and_links_may_not(tmp_path: Path) -> None:

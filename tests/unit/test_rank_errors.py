@@ -200,6 +200,29 @@ def test_a_rank_writes_what_it_was_and_explains_a_lack_of_memory(run: RunDir) ->
         assert type(failure) is RankFailed
 
 
+def test_the_error_of_a_rank_is_in_its_log_and_the_stacks_of_its_watchdog_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def watch(*_: object, **options: Any) -> Iterator[Any]:
+        options["file"].write("the stacks\n")
+        options["file"].flush()
+        yield SimpleNamespace(local_peer_pids={}, heartbeat=print)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("odd")
+
+    run = run_dir(tmp_path / "run", "launcher.threads=1")
+    monkeypatch.setattr(worker.watchdog, "Watchdog", watch)
+    monkeypatch.setattr(worker, "stop_signals", lambda stop, restore: nullcontext())
+    monkeypatch.setattr(worker, "join", fail)
+    with pytest.raises(ValueError, match="odd"):
+        worker.run_rank(run.path)
+    text = run.rank_log(0).read_text()
+    assert "the stacks\n" in text
+    assert "ERROR rank 0: ValueError: odd\nTraceback (most recent call last)" in text
+
+
 def test_a_full_disk_does_not_hide_the_error_of_a_rank(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         raise StorageError("full")
@@ -369,8 +392,9 @@ def test_a_command_on_ranks_starts_them_on_its_device_with_its_remedy(
     started: list[Any] = []
     monkeypatch.setattr(Spawn, "launch", launch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("lockstep.runtime.forking.keep_one_thread", lambda: started.append("one thread, to fork"))
     on_ranks(print, ["launcher.ranks=2"], "cpu")
-    assert started == [("cpu", "use fewer ranks", True)]
+    assert started == ["one thread, to fork", ("cpu", "use fewer ranks", True)]
     assert not any(tmp_path.iterdir())
 
 

@@ -116,6 +116,18 @@ def test_every_path_of_a_data_set_is_the_same_from_another_folder(
         assert getattr(absolute, key) == ("a/b" if key.endswith(BELOW) else str(tmp_path / "a/b")), key
 
 
+def test_the_weights_and_the_teacher_of_a_job_are_the_same_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.safetensors").touch()
+    monkeypatch.setattr(resolve, "_trained_input", lambda job, resumed: None)
+    job = resolved("device=cpu", "init_from=w.safetensors", "task=distill", "task.teacher=w.safetensors")
+    assert job.init_from == str(tmp_path / "w.safetensors")
+    assert isinstance(job.task, Distill)
+    assert job.task.teacher == str(tmp_path / "w.safetensors")
+
+
 def test_the_folders_of_a_job_and_its_teacher_are_the_same_from_another_folder_and_begin_at_the_users_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +193,10 @@ def test_the_threads_of_all_ranks_are_counted() -> None:
     with pytest.raises(InputError, match=r"which on 32 ranks are 2,112 threads, expected at most 1,024"):
         check_threads(resolved(*words, "loader=streaming", "loader.workers=50"))
     check_threads(resolved(*words, "loader=streaming", "loader.workers=16"))
+    many = resolved("launcher=spawn", "launcher.ranks=33", "device=cpu")
     with pytest.raises(InputError, match="this machine has 8 CPU cores, expected at most 32 ranks"):
-        check_threads(resolved("launcher=spawn", "launcher.ranks=33", "device=cpu"))
+        check_threads(many)
+    check_threads(replace(many, device="cuda"))
 
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(1, 8, 1024), (2, 8, 1024), (3, 12, 1024), (80, 320, 1280)])
@@ -276,7 +290,11 @@ def test_a_model_is_there_once_for_each_rank_and_with_its_gradients_on_a_cpu(
     )
     job = resolved("device=cpu", "launcher=spawn", f"launcher.ranks={ranks}")
     check_memory(replace(job, device=device), plan(10))
-    assert counted == [copies]
+    place = {"RANK": "0", "WORLD_SIZE": "24", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    check_memory(replace(job, device=device), plan(10))
+    assert counted == [copies, 10 if device == "cpu" else 5], "of the ranks of this machine"
 
 
 @pytest.mark.parametrize("keys", [(), ("mean",), ("std",), ("mean", "std")], ids=repr)
@@ -394,6 +412,35 @@ def test_a_logger_without_its_package_is_named_and_one_that_needs_none_is_not() 
     with pytest.raises(InputError, match=r"^logger=gone needs the package no_such_package, which is not installed"):
         validate.check_packages(loggers)
     validate.check_packages({name: own for name, own in loggers.items() if name != "gone"})
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("train.cudnn_benchmark=true",), "train.cudnn_benchmark=false"),
+        (("model.compile=true", TUNED), "model.compile_mode=default"),
+        (
+            ("train.cudnn_benchmark=true", "model.compile=true", TUNED),
+            "train.cudnn_benchmark=false model.compile_mode=default",
+        ),
+        (("model.compile=true", "model.compile_mode=reduce_overhead"), ""),
+        ((TUNED,), ""),
+    ],
+)
+def test_kernels_that_are_chosen_by_time_are_refused_for_the_same_bits_alone(
+    words: tuple[str, ...], remedy: str
+) -> None:
+    validate._check_kernels(resolved("device=cpu", *words))
+    strict = resolved("device=cpu", "repro=strict", *words)
+    if not remedy:
+        validate._check_kernels(strict)
+        return
+    with pytest.raises(InputError) as raised:
+        validate._check_kernels(strict)
+    assert str(raised.value) == (
+        "repro=strict has the same bits every time, but these options choose by time among kernels that round in "
+        f"different ways; use {remedy}, or repro=exact"
+    )
 
 
 @pytest.mark.parametrize("check", ["_check_crop", "check_threads", "check_data_memory", "check_packages"])
@@ -696,6 +743,56 @@ def test_a_strategy_that_adds_in_another_order_is_refused_for_the_same_bits(stra
     assert str(raised.value) == (
         f"repro=strict adds gradients in a fixed order, which {name} does not keep; "
         "remove strategy=..., or use repro=exact"
+    )
+
+
+def test_batch_norm_per_rank_is_refused_for_the_same_bits() -> None:
+    with pytest.raises(InputError) as raised:
+        resolved("device=cpu", "repro=strict", "strategy.sync_batchnorm=false")
+    assert str(raised.value) == (
+        "strategy.sync_batchnorm is false, but under repro=strict batch norm works per virtual shard; remove "
+        "strategy.sync_batchnorm, or use repro=exact"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "thaws"),
+    [((), False), (("train.freeze=[conv1]",), False), (("train.freeze=[conv1]", "train.freeze_until=1ep"), True)],
+)
+def test_layers_that_thaw_change_what_is_communicated(words: tuple[str, ...], thaws: bool) -> None:
+    usual = DDP()
+    for of_job in (("strategy=ddp",), ()):
+        job = resolved("device=cpu", "launcher.ranks=2", "launcher=spawn", *of_job, *words)
+        assert job.strategy == (usual.with_changing_graph() if thaws else usual)
+    assert usual != usual.with_changing_graph()
+
+
+def test_a_block_of_evaluation_is_as_large_as_it_is_typed() -> None:
+    for typed in (1, 257, 1000):
+        assert resolved("device=cpu", f"train.eval_batch={typed}").train.eval_batch == typed
+
+
+@pytest.mark.parametrize(
+    ("variable", "label", "way"),
+    [
+        ("TORCHELASTIC_RUN_ID", "torchrun", "torchrun --nproc-per-node"),
+        ("SLURM_PROCID", "srun", "srun --ntasks"),
+        ("ANYTHING", "whoever set RANK and WORLD_SIZE", "by WORLD_SIZE"),
+    ],
+)
+def test_a_number_of_ranks_beside_ranks_that_were_started_is_refused_whatever_the_launcher(
+    variable: str, label: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, variable: "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert resolved("device=cpu", "launcher.ranks=2").launcher.ranks == 2
+    with pytest.raises(InputError) as raised:
+        resolved("device=cpu", "launcher.ranks=3")
+    assert str(raised.value) == (
+        f"launcher.ranks is 3, but {label} has started 2; use launcher.ranks=auto, or start 3 ({way})"
     )
 
 

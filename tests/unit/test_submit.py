@@ -330,9 +330,15 @@ def test_each_job_of_an_array_has_its_own_command_and_the_folder_of_the_sweep_th
 
 
 @pytest.mark.parametrize("line", ["echo a\nrm b", "echo \x1b", "a\x00"])
-def test_no_line_of_a_script_has_a_control_character(line: str, tmp_path: Path) -> None:
+def test_no_line_of_a_script_has_a_control_character(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match=r"^launcher=slurm: the line .* has a control character; remove it$"):
         preview([job(tmp_path, setup=[line])])
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    with pytest.raises(InputError, match="has a control character"):
+        submit([job(tmp_path / "runs", setup=[line])])
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_machine_without_slurm_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
