@@ -87,7 +87,8 @@ def test_all_jobs_of_a_sweep_start_from_one_run_also_when_its_line_is_typed_agai
             config = loader.load_configuration("config", [*words, "output_root=runs", "name=x"], RunMode.MULTIRUN)
             folders.append(choose_folder(config).folder)
         started("runs", "job")
-        assert [word.replace("latest", base) for word in words] == [*config.hydra.overrides.task][: len(words)]
+        started_from = [word.replace("latest", base) for word in words]
+        assert [*config.hydra.overrides.task] == [*started_from, "output_root=runs", "name=x"]
     assert folders[0] == folders[1]
     assert Ledger(folders[0]).identity().latest == base
 

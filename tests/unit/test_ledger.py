@@ -105,9 +105,11 @@ class FakeProcess:
     def __init__(self, number: int, share: Share) -> None:
         self.sentinel, self.share = number, share
         self.exitcode: int | None = None
+        self.joined = False
 
     def join(self) -> None:
         assert self.exitcode is not None
+        self.joined = True
 
     def send_signal(self, number: int) -> None: ...
 
@@ -1079,6 +1081,18 @@ def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path:
         choose_folder(line(tmp_path, f"sweep.resume={folders[0]}", "seed=7"))
 
 
+def test_a_sweep_is_the_same_from_another_folder_and_may_be_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = line(Path("runs"))
+    folder = choose_folder(config).folder
+    assert folder.parent == tmp_path / "runs" / "sweeps"
+    assert config.hydra.sweep.dir == str(folder)
+    for words in ([], ["sweep.retry=true", "sweep.resume=latest"], ["sweep.retry=true", f"sweep.resume={folder}"]):
+        assert choose_folder(line(Path("runs"), *words)).folder == folder
+
+
 def test_a_strict_strategy_makes_another_sweep_as_repro_does(tmp_path: Path) -> None:
     exact = choose_folder(line(tmp_path, f"hydra.sweep.dir={tmp_path}/sweeps/exact")).folder
     strict = choose_folder(line(tmp_path, "strategy=strict", f"hydra.sweep.dir={tmp_path}/sweeps/strict")).folder
@@ -1271,6 +1285,9 @@ REFUSED_LINES = {
         "hydra.sweep.subdir=x has no effect: hydra/launcher=ray names the folders of the jobs; remove it"
     ),
     "hydra/launcher=ray hydra.launcher.cores=2": "hydra.launcher.cores=2 has no effect: launcher.ranks and launcher",
+    "hydra/sweeper=optuna monitor=loss hydra.sweeper.direction=maximize": (
+        "hydra.sweeper.direction=maximize, but the jobs are compared by monitor=loss, whose direction is minimize;"
+    ),
     "sweep.retry=true sweep.resume=new": "sweep.retry=true runs jobs again that failed, and sweep.resume=new",
     "sweep.gpu_share=true device=cpu": "sweep.gpu_share=true shares GPUs, and device=cpu prevents that; remove one",
     "hydra/sweeper=basic sweep.halving=2 hydra.sweeper.max_batch_size=2": (
@@ -1498,6 +1515,59 @@ def test_a_job_that_was_killed_at_the_end_of_its_record_is_done(tmp_path: Path) 
     assert pool_launcher._settled(ledger, replace(records[2], pid=0)).state is State.waiting
     done = replace(records[0], state=State.done)
     assert pool_launcher._settled(ledger, done) is done
+
+
+@pytest.mark.parametrize("retry", [True, False])
+def test_jobs_that_failed_run_again_on_request_and_those_that_were_done_when_they_were_killed_do_not(
+    retry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [[f"seed={number}"] for number in range(3)]
+    launcher, ledger = launcher_of(jobs, monkeypatch), begun(tmp_path)
+    launcher.retry = retry
+    records = ledger.enter([(words, "a") for words in jobs])
+    ledger.end(ledger.start(records[0]), State.failed, exit_code=70, error="odd")
+    run = RunDir.at(tmp_path / records[1].folder)
+    run.start_summary(run="r", started=1.0)
+    run.write_summary(status="completed", objective=3.0, monitor="top1")
+    ledger.write(replace(ledger.start(records[1]), pid=0))
+    after, entered = launcher._enter(ledger, jobs, 0)
+    assert [job.record.number for job in entered] == ([0, 2] if retry else [2])
+    assert [record.state for record in after] == [State.failed, State.done, State.waiting]
+
+
+def test_a_pool_has_as_many_jobs_at_once_as_its_setting_and_the_view_of_the_call(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    devices, view = Devices([], 4), view_of(ledger)
+    for most in (None, 3):
+        made = pool_launcher.PoolLauncher(most, 0, 1, "maximize")._pool(ledger, devices, view)
+        assert (made.most, made.devices, made.view, made.ledger) == (most, devices, view, ledger)
+        assert made.start is pool.start_process
+
+
+def test_objectives_that_no_job_has_are_a_mistake_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config_loader = SimpleNamespace(load_sweep_config=lambda config, words: "config")
+    launcher = launcher_of([], monkeypatch)
+    needs = Needs(monitor="top1", figures=("loss", "top1"))
+    launcher.config, launcher.task_function = None, SimpleNamespace(needs=lambda config, devices: needs)
+    launcher.hydra_context = SimpleNamespace(config_loader=config_loader)
+    for objectives, fits in ((["score", "-loss"], True), (["score", "map"], False)):
+        launcher.planned, launcher.objectives = {}, objectives
+        if fits:
+            assert launcher._planned(["x=1"]) == ("config", needs)
+        else:
+            with pytest.raises(InputError, match="map"):
+                launcher._planned(["x=1"])
+
+
+def test_draws_are_entered_in_their_order_also_behind_one_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, ledger = launcher_of([[], ["x=2"], ["x=3"], ["x=4"]], monkeypatch), begun(tmp_path)
+    launcher.planned[("x=1",)] = InputError("x=1 is too small")
+    launcher.search = SimpleNamespace(fixed=[], left=3, follow=lambda record: [["x=4"]])
+    jobs = launcher._enter_drawn(ledger, MagicMock(), [["x=1"], ["x=2"], ["x=3"]])
+    assert [job.record.overrides for job in jobs] == [("x=2",), ("x=3",), ("x=4",)]
+    assert [record.overrides[0] for record in ledger.records()] == ["x=1", "x=2", "x=3", "x=4"]
 
 
 def test_the_jobs_of_a_sweep_are_compared_by_one_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1912,6 +1982,21 @@ def test_jobs_that_follow_the_end_of_others_run_unless_the_sweep_was_stopped() -
     assert stopped.states() == [State.stopped, State.waiting]
 
 
+def test_the_pool_looks_twice_a_second_joins_what_has_ended_and_says_how_many_wait() -> None:
+    ended, seen, shown = EndedPool(0, 0, 0, most=1), list[float](), list[int]()
+    wait = ended.pool.wait
+
+    def noted(sentinels: list[int], seconds: float) -> None:
+        seen.append(seconds)
+        wait(sentinels, seconds)
+
+    ended.pool.wait = noted
+    ended.pool.view.refresh = shown.append  # type: ignore[method-assign, assignment]
+    ended.pool.run(ended.jobs)
+    assert (seen, shown) == ([0.5] * 3, [2, 1, 0])
+    assert all(process.joined for process in ended.processes.values())
+
+
 def test_an_error_of_the_pool_leaves_no_job_alive() -> None:
     ended = EndedPool(0, 0)
     ended.pool.wait = lambda sentinels, seconds: None
@@ -2171,6 +2256,33 @@ def test_the_live_lines_show_the_running_jobs_and_how_far_the_sweep_is(five: Swe
     assert drawn(five, 1)[-1].startswith("done 3 of 7  running 1  failed 1  best 90.00 (job 1)  left 11:40  ends ")
 
 
+@pytest.mark.parametrize(
+    ("direction", "best"), [(Direction.minimize, "80.00 (job 0)"), (Direction.maximize, "90.00")]
+)
+def test_the_best_of_the_live_lines_follows_the_direction(direction: Direction, best: str, five: SweepView) -> None:
+    five.ledger.create(replace(five.ledger.identity(), direction=direction))
+    five.enter(five.ledger.records(), [])
+    assert f"  best {best}" in drawn(five)[-1]
+
+
+def test_the_live_lines_have_no_thread_and_vanish_and_a_sentence_above_them_is_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = SweepView(begun(tmp_path))
+    live = vars(view.live)
+    assert (view.live.auto_refresh, view.live.transient) == (False, True), "a process with two threads cannot fork"
+    assert (live["_redirect_stdout"], live["_redirect_stderr"]) == (False, False)
+    view.show("job 0  model=[bold]x[/bold]  x[1] failed")
+    assert capsys.readouterr().out == "job 0  model=[bold]x[/bold]  x[1] failed\n"
+
+
+def test_each_line_of_an_error_names_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = begun(tmp_path)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    view_of(ledger).ended(replace(record, state=State.failed, exit_code=2, error="one\ntwo"))
+    assert capsys.readouterr().err == "lockstep: job 0: one\nlockstep: job 0: two\n"
+
+
 @pytest.mark.parametrize(("seconds", "form"), [(12 * 3600 - 1, "%H:%M"), (12 * 3600, "%a %H:%M")])
 def test_an_end_in_twelve_hours_or_later_has_its_day(seconds: float, form: str, five: SweepView) -> None:
     five.durations = [seconds]
@@ -2306,9 +2418,11 @@ def test_jobs_that_submit_themselves_do_so_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    jobs = [["seed=1"], ["seed=2"]]
+    jobs, numbered = [["seed=1"], ["seed=2"]], list[Any]()
     launcher, submitted = submitting(jobs, submits, monkeypatch)
+    monkeypatch.setattr(launcher, "_number", lambda *facts: numbered.append(facts))
     records, to_run_here = launcher._enter(begun(tmp_path), jobs, 0)
+    assert numbered == [("seed=1", 0, "000-seed=1"), ("seed=2", 1, "001-seed=2")]
     assert (submitted, [record.number for record in records]) == (ran, [0, 1])
     assert (to_run_here and [job.record.number for job in to_run_here]) == entered
     for job in to_run_here or ():
@@ -2433,6 +2547,8 @@ def test_a_line_runs_its_jobs_and_shows_their_table_also_after_an_error(
     expected = {"all": [([0], None, None)], "halving": [(3, [0])]}
     expected["search"] = [([0], "enough", State.pruned), ["follows", record]]
     assert calls == expected[mode]
+    if mode != "search":
+        launcher.view.enter.assert_called_once_with([record], [record])
     launcher.view.show_table.assert_called_once_with(["score", "seconds"])
     assert ledger.identity().words == ("seed=1",)
     assert ("this sweep is one job; values with commas make more" in capsys.readouterr().err) == (mode != "search")
@@ -2742,6 +2858,19 @@ def test_the_cores_beside_a_gpu_are_a_whole_part_of_those_of_the_machine(gpus: i
     assert [share and share.cores for share in shares] == [of_each] * gpus
 
 
+def test_gpus_are_taken_in_their_order_and_measured_again_for_each_job_that_has_one_for_itself() -> None:
+    free = {"a": 10, "b": 10, "c": 10}
+    devices = Devices(free, 6, lambda gpu: free[gpu])
+    assert devices.take(Needs(gpus=2)) == Share(gpus=("a", "b"), cores=4)
+    devices.of_kind["x"] = 4
+    share = devices.take(Needs(gpus=1, kind="x"))
+    assert share == Share(gpus=("c",), cores=1, memory=4)
+    devices.give_back(share)
+    free["c"] = 5  # another program has begun there
+    shares = [devices.take(Needs(gpus=1, kind="x")) for _ in range(2)]
+    assert shares == [Share(gpus=("c",), cores=1, memory=4), None]
+
+
 def test_a_job_that_took_no_memory_of_its_own_has_the_context_of_cuda(tmp_path: Path) -> None:
     (tmp_path / "000-job").mkdir()
     (tmp_path / "000-job" / "summary.json").write_text('{"gpu_memory": 0}')
@@ -2769,7 +2898,13 @@ def test_the_live_lines_of_a_sweep_are_there_on_a_terminal_until_its_end(
 
 
 @pytest.mark.parametrize(
-    "words", ["hydra/launcher=basic hydra.sweep.subdir=x", "hydra/launcher=ray sweep.retry=true sweep.halving=2"]
+    "words",
+    [
+        "hydra/launcher=basic hydra.sweep.subdir=x",
+        "hydra/launcher=ray sweep.retry=true sweep.halving=2",
+        "hydra/sweeper=optuna monitor=loss hydra.sweeper.direction=minimize",
+        "sweep.gpu_share=true device=auto",
+    ],
 )
 def test_what_has_an_effect_with_a_launcher_is_not_refused(words: str, tmp_path: Path) -> None:
     assert choose_folder(line(tmp_path, *words.split())).exists

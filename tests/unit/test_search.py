@@ -24,7 +24,7 @@ from lockstep.core.tags import Direction
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import job_key
 from lockstep.sweeps.search import Search
-from lockstep.sweeps.sweepers import OptunaSweeper, distribution
+from lockstep.sweeps.sweepers import GridSweeper, OptunaSweeper, distribution
 
 optuna = pytest.importorskip("optuna")
 LINE = ("seed=3", "x=interval(0,1)", "kind=a,b")
@@ -105,8 +105,9 @@ def test_a_search_that_was_made_shorter_goes_on_with_no_trial_of_before(tmp_path
     assert len(shorter.launched) == 1
 
 
-def test_a_job_without_a_score_fails_its_trial_and_says_why(tmp_path: Path) -> None:
-    sweeper(tmp_path, Launcher(lambda job: float("nan")), n_trials=2).sweep([*LINE])
+@pytest.mark.parametrize("score", ["nan", "inf", "-inf"])
+def test_a_job_without_a_score_fails_its_trial_and_says_why(score: str, tmp_path: Path) -> None:
+    sweeper(tmp_path, Launcher(lambda job: float(score)), n_trials=2).sweep([*LINE])
     for trial in study_in(tmp_path).trials:
         assert (trial.state.name, trial.user_attrs["error"]) == ("FAIL", "the job has no score")
 
@@ -324,6 +325,8 @@ def test_a_search_with_several_objectives_keeps_the_trade_offs(tmp_path: Path) -
         ("x=interval(0.1,1)", "FloatDistribution(high=1.0, log=False, low=0.1, step=None)"),
         ("x=tag(log,interval(1e-5,0.1))", "FloatDistribution(high=0.1, log=True, low=1e-05, step=None)"),
         ("x=int(interval(8,64))", "IntDistribution(high=64, log=False, low=8, step=1)"),
+        ("x=interval(1,2.5)", "FloatDistribution(high=2.5, log=False, low=1.0, step=None)"),
+        ("x=interval(0.5,3)", "FloatDistribution(high=3.0, log=False, low=0.5, step=None)"),
         ("x=range(1,8,2)", "IntDistribution(high=7, log=False, low=1, step=2)"),
         ("x=tag(log,range(1,8))", "IntDistribution(high=7, log=True, low=1, step=1)"),
         ("x=range(3,4)", "CategoricalDistribution(choices=('3',))"),
@@ -346,6 +349,8 @@ def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
         ({}, ("seed=1",), "has nothing to search; add for example optimizer.lr=0.001,0.01"),
         ({}, ("x=interval(1,0)",), r"'x=interval\(1,0\)' is not a search space"),
         ({}, ("x=interval(nan,1)",), r"'x=interval\(nan,1\)' is not a search space \(an end is not finite\)"),
+        ({}, ("x=interval(1,inf)",), r"'x=interval\(1,inf\)' is not a search space \(an end is not finite\)"),
+        ({}, ("x=tag(log,choice(1,2))",), "tag log: only log is known, for interval"),
         ({}, ("x=tag(log,range(1,8,2))",), "is not a search space"),
         ({}, ("x=tag(log,range(0.1,1.0,0.1))",), "a range of whole numbers can have it"),
         ({}, ("x=tag(lgo,interval(0.1,1))",), "tag lgo: only log is known"),
@@ -543,17 +548,19 @@ def test_a_search_has_the_pruner_that_it_names_and_the_directions_of_its_objecti
         (["score"], Direction.minimize, ["MINIMIZE"]),
         (["score", "seconds"], Direction.maximize, ["MAXIMIZE", "MINIMIZE"]),
     ):
+        optuna.logging.set_verbosity(optuna.logging.INFO)
         searching = sweeper(tmp_path, SimpleNamespace(), pruner=pruner)
         searching.settings.sweep = {"objectives": objectives}
         study = searching._open(tmp_path, f"of {len(objectives)}", score)
         assert type(study.pruner).__name__ == kind
+        assert optuna.logging.get_verbosity() == optuna.logging.WARNING
         assert [direction.name for direction in study.directions] == directions
         assert study.study_name == f"of {len(objectives)}"
 
 
 def test_each_job_has_the_words_that_the_search_does_not_draw(tmp_path: Path) -> None:
     launcher = Launcher(lambda job: 1.0)
-    sweeper(tmp_path, launcher, n_trials=2).sweep(["a=1", "x=5", "x=1,2", "b={c: 3}", "+d=4"])
+    sweeper(tmp_path / "of" / "two", launcher, n_trials=2).sweep(["a=1", "x=5", "x=1,2", "b={c: 3}", "+d=4"])
     assert [job[:-1] for job in launcher.launched] == [["a=1", "b={c: 3}", "+d=4"]] * 2
     assert {job[-1] for job in launcher.launched} <= {"x=1", "x=2"}
     words = ["x={y: 3}", "x.y=1,2", "x.y=7"]
@@ -584,6 +591,57 @@ def test_a_search_tells_the_launcher_how_many_trials_have_ended_and_keeps_its_se
     assert (other.search.retries, other.search.prunes, other.search.identify) == (False, False, job_key)
     identity = Ledger(tmp_path).identity()
     assert (identity.swept, identity.direction) == (("kind", "x"), Direction.maximize)
+
+
+def test_a_launcher_without_a_ledger_hears_the_number_of_its_first_job(tmp_path: Path) -> None:
+    class Numbered(Launcher):
+        def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+            numbers.append((initial_job_idx, len(jobs)))
+            return super().launch(jobs, initial_job_idx)
+
+    numbers: list[tuple[int, int]] = []
+    for trials in (3, 5):
+        sweeper(tmp_path, Numbered(lambda job: 1.0), n_trials=trials, n_jobs=2).sweep([*LINE])
+    assert numbers == [(0, 2), (2, 1), (3, 2)]
+
+
+def test_the_error_of_a_job_ends_a_line_of_all_combinations() -> None:
+    def launch(jobs: Any, initial_job_idx: int) -> list[JobReturn]:
+        launched.append((jobs, initial_job_idx))
+        return [JobReturn(status=JobStatus.FAILED, _return_value=KeyError("odd"))]
+
+    launched: list[Any] = []
+    grid = GridSweeper({})
+    grid.setup(SimpleNamespace(launch=launch), OmegaConf.create({"hydra": {"sweeper": {}}}))
+    with pytest.raises(KeyError, match="odd"):
+        grid.sweep(["a=1,2"])
+    assert launched == [([["a=1"], ["a=2"]], 0)]
+
+
+def test_a_search_reports_each_evaluation_in_thousandths_of_the_steps_and_in_their_order(tmp_path: Path) -> None:
+    class Trial(SimpleNamespace):
+        def report(self, score: float, step: int) -> None:
+            reported.append((step, score))
+
+        def should_prune(self) -> bool:
+            return False
+
+    reported: list[tuple[int, float]] = []
+    ledger, study = Ledger(tmp_path), optuna.create_study()
+    search = of_two_trials(ledger, study, optuna.distributions.CategoricalDistribution(["a"]), retries=False)
+    study.ask()
+    (record,) = ledger.enter([(["x=a"], "x=a")])
+    (tmp_path / record.folder).mkdir()
+    (tmp_path / record.folder / "summary.json").write_text('{"steps": 16}')
+    lines = [f'{{"step": {step}, "acc/val_top1": {score}}}\n' for step, score in ((1, 9.0), (4, 7.0), (16, 8.0))]
+    (tmp_path / record.folder / "metrics.jsonl").write_text("".join(lines))
+    search.prunes, search.open = True, {search.identify(["x=a"]): [Trial(number=0), None]}  # type: ignore[list-item]
+    assert search.has_enough(record) is False
+    assert reported == [(62, 9.0), (250, 7.0), (1000, 8.0)]
+    assert search.has_enough(ledger.enter([(["x=b"], "x=b")])[0]) is False
+    search.prunes = False
+    reported.clear()
+    assert (search.has_enough(record), reported) == (False, [])
 
 
 @pytest.mark.parametrize("key", ["seed", "dataset.fold"])
