@@ -292,9 +292,11 @@ def test_a_job_of_a_sweep_has_the_findings_that_it_has_alone(
 
 def test_a_full_disk_is_told_before_it_is_full(photos: Path) -> None:
     assert not problems(of_photos(photos, free=lambda path: 2e7))
-    planted = problems(of_photos(photos, "seed=1,2", multirun=True, free=lambda path: 2e7))
+    both = of_photos(photos, "seed=1,2", multirun=True, free=lambda path: 2e7)
+    planted = problems(both)
     assert [*planted] == ["disk"]
     assert "20 MB free, the runs take up to 21 MB: free disk space, or use checkpoint.keep=1" in planted["disk"][1]
+    assert [jobs for item, jobs in both.findings.items() if item.check == "disk"] == [[0, 1]]
 
 
 def test_a_folder_that_cannot_be_written_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -927,6 +929,27 @@ def test_a_last_batch_that_is_too_small_names_the_nearest_one_that_leaves_more(
     assert [line for line in texts if line.endswith(text)] == texts[1:2]
 
 
+def test_a_batch_that_nobody_typed_is_examined_as_the_run_would_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "step", lambda job: iter([]))
+    checkup = Checkup()
+    checkup.examine(["device=cpu", "dataset=fake", "dataset.examples=16", "model=linear", "epochs=1"], multirun=False)
+    (batch,) = (item for item in checkup.findings if item.check == "batch")
+    assert batch.text == "16 = 1 rank x 1 micro-batch x 16; 1 steps an epoch, the last of 16, 1 in all"
+
+
+def test_a_checkpoint_that_cannot_be_resumed_ends_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(resume: Any, job: Any, plan: Any) -> None:
+        calls.append((resume, job, plan.total_steps))
+        raise InputError("nothing is left to do")
+
+    calls: list[Any] = []
+    monkeypatch.setattr(examination, "check_resumable", refuse)
+    job = resolved(*FAKE_JOB)
+    with pytest.raises(InputError, match="nothing is left to do"):
+        next(examination.batches(job, NO_RESUME))
+    assert calls == [(NO_RESUME, job, 4)]
+
+
 @pytest.mark.parametrize("resumed", [None, Path("checkpoint")])
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_weights_that_a_start_would_fetch_are_told_and_a_resume_has_them(
@@ -1272,8 +1295,17 @@ def test_a_step_is_tried_once_for_jobs_whose_steps_take_the_same(
 
     for name in ("step", "devices"):
         monkeypatch.setattr(examination, name, noted(name))
-    checkup = examined("dataset=fake", "dataset.examples=64", word, multirun=True)
+
+    def look(source: Any, seconds: float) -> list[Any]:
+        sources.append((source, seconds))
+        return [inspection.Finding("images", "seen")]
+
+    sources: list[Any] = []
+    monkeypatch.setattr("lockstep.diagnostics.doctor.inspect", look)
+    checkup = examined("dataset=fake", "dataset.examples=64", word, multirun=True, look_s=9.0)
     assert (calls.count("step"), calls.count("devices")) == (steps, devices)
+    examples = [32, 48] if "dataset" in word else [64]
+    assert [(source.examples, seconds) for source, seconds in sources] == [(number, 9.0) for number in examples]
     assert [jobs for item, jobs in checkup.findings.items() if item.check == "step"] == [[0, 1]]
 
 
@@ -1341,6 +1373,22 @@ def test_findings_are_shown_with_their_jobs_and_their_errors_are_counted(
             "error    disk     it is full (job 1: seed=2)",
             "warning  time     long",
         ]
+
+
+def test_an_error_is_red_a_warning_yellow_and_what_is_right_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = []
+    monkeypatch.setattr("lockstep.core.console.terminal.print", lambda line, **_: lines.append(line))
+    levels = [Level.ok, Level.warning, Level.error]
+
+    def examine(checkup: Checkup, words: Any, *, multirun: bool) -> None:
+        checkup.jobs = [["seed=1"]]
+        checkup.findings = {inspection.Finding("disk", "some", level): [0] for level in levels}
+
+    monkeypatch.setattr(Checkup, "examine", examine)
+    with pytest.raises(InputError):
+        doctor([], multirun=False, everything=False, form="table")
+    spans = [(line.plain[span.start : span.end], span.style) for line in lines for span in line.spans]
+    assert spans == [("ok", "green"), ("warning", "yellow"), ("error", "red")]
 
 
 @pytest.mark.parametrize("lacking", [None, "train", "val"])

@@ -613,7 +613,9 @@ def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(
     for ranks, repeats in ((None, 1), (2, 1), (2, 100), (8, 1)):
         ladder(words, ranks=ranks, repeats=repeats, **options)
         assert capsys.readouterr().out.startswith("1 setup, ")
-    assert len([*(tmp_path / "ladders").iterdir()]) == 2, "more repeats go on with the same ladder"
+    lines = [Ledger(folder).identity().words[-3:] for folder in (tmp_path / "ladders").iterdir()]
+    own = [("--ranks=2", "--repeat=100", "--only=one-device"), ("--ranks=8", "--repeat=1", "--only=one-device")]
+    assert sorted(lines) == own, "more repeats go on with the same ladder"
     for wrong, says in (
         ({"ranks": 9, "repeats": 1}, "--ranks is 9, expected from 2 to 8 on this machine: --ranks=8"),
         ({"ranks": 2, "repeats": 101}, "--repeat is 101, expected from 1 to 100: --repeat=3"),
@@ -651,6 +653,25 @@ def test_a_ladder_takes_the_line_of_a_run_without_what_its_rungs_set(
         ladder(typed, ranks=None, repeats=1, only=None, scripts=[], form="table")
     words = ["experiment=mnist_tutorial"] if words is None else words
     assert raised.value.args == ([*words, "strategy=single", "launcher.ranks=1"],)
+
+
+def test_all_rungs_start_from_the_run_that_was_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planned(Exception):
+        pass
+
+    def planned(words: list[str]) -> None:
+        raise Planned(words)
+
+    def starts(values: dict[str, Any]) -> dict[str, str]:
+        assert (values["init_from"], values["name"]) == ("latest", "ladder")
+        return {"init_from": "runs/newest"}
+
+    monkeypatch.setattr(module, "job_of", planned)
+    monkeypatch.setattr(module.commands, "latest_starts", starts)
+    with pytest.raises(Planned) as raised:
+        ladder(["model=linear", "init_from=latest"], ranks=None, repeats=1, only=None, scripts=[], form="table")
+    words = ["model=linear", "init_from=runs/newest", "strategy=single", "launcher.ranks=1"]
+    assert raised.value.args == (words,)
 
 
 def test_a_row_has_the_gpus_of_a_setup_with_ranks_and_the_turns_that_are_done(

@@ -59,7 +59,7 @@ def test_the_average_of_whole_batches_is_judged() -> None:
         transforms=SimpleNamespace(train=lambda groups: groups),
         loader=SimpleNamespace(train=lambda after: shards),
         optimizer=optimizer,
-        set_learning_rate=lambda step: None,
+        set_learning_rate=lambda step: optimizer.param_groups[0].update(lr=7.0),  # of the schedule
         loss_of_step=loss_of_step,
     )
     test = range_test(parts, len(losses), 1, 1e4, lambda step: None)
@@ -106,12 +106,13 @@ def test_no_rate_is_suggested_that_was_not_tried(lowest: int) -> None:
 
 @pytest.mark.parametrize("words", [(), ("experiment=mnist_tutorial", "dataset=digits")], ids=["default", "recipe"])
 def test_the_batch_of_batch_auto_is_that_without_it(words: tuple[str, ...], tmp_path: Path) -> None:
-    job = (*words, "device=cpu", f"output_root={tmp_path}")
+    runs = tmp_path / "of" / "mine"
+    job = (*words, "device=cpu", f"output_root={runs}")
     usual, parts = lockstep.compose(job), lockstep.compose([*job, "batch=auto"])
     assert (parts.job.batch, parts.plan.batch) == (usual.job.batch, usual.plan.batch)
     assert parts.job.optimizer.lr == usual.job.optimizer.lr
     lr_find((*job, "batch=auto"), steps=12, low=1e-4, high=1e-2, out=None)
-    assert [path.name for path in tmp_path.iterdir()] == ["lr-find.svg"]
+    assert [path.name for path in runs.iterdir()] == ["lr-find.svg"]
 
 
 @pytest.mark.parametrize(
