@@ -443,6 +443,75 @@ def test_kernels_that_are_chosen_by_time_are_refused_for_the_same_bits_alone(
     )
 
 
+@pytest.mark.parametrize(
+    ("compiles", "mode", "micro_batches", "device", "refused"),
+    [
+        (True, "reduce_overhead", 4, "cuda", True),
+        (True, "max_autotune", "auto", "cuda", True),
+        (True, "default", 4, "cuda", False),
+        (True, "reduce_overhead", 1, "cuda", False),
+        (True, "reduce_overhead", 4, "cpu", False),
+        (False, "reduce_overhead", 4, "cuda", False),
+    ],
+)
+def test_only_graphs_of_a_gpu_cannot_add_up_gradients(
+    compiles: bool,
+    mode: str,
+    micro_batches: int | str,
+    device: str,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worlds: list[tuple[int, str]] = []
+    monkeypatch.setattr(DDP, "check_compile", lambda self, size, device: worlds.append((size, device)))
+    job = replace(resolved(*TWO_RANKS), device=device)
+    job = replace(job, model=replace(job.model, compile=compiles, compile_mode=mode))
+    job = replace(job, train=replace(job.train, micro_batches=micro_batches))
+    if refused:
+        with pytest.raises(InputError) as raised:
+            validate._check_compile(job)
+        assert str(raised.value) == (
+            f"model.compile_mode={mode} records CUDA graphs, which cannot add up the gradients of micro-batches, and "
+            f"train.micro_batches is {micro_batches}; use model.compile_mode=default"
+        )
+    else:
+        validate._check_compile(job)
+    assert worlds == [(2, device)] * compiles
+
+
+CUT = "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and "
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("augment=shift",), f"{CUT}the augmentation is CropFlip; use augment=standard or dataset.crop_from=square"),
+        (
+            ("augment=augmix", "augment.crop=pad"),
+            f"{CUT}augment.crop is pad; use augment.crop=resized or dataset.crop_from=square",
+        ),
+        (
+            ("augment=standard", "loader=resident"),
+            "loader=resident decodes each image once, but dataset.crop_from=file cuts another box from the file in "
+            "each epoch; use loader=streaming or dataset.crop_from=square",
+        ),
+        (("augment=standard", "loader=streaming"), ""),
+    ],
+)
+def test_boxes_are_cut_from_files_that_are_read_in_each_epoch_for_a_random_resized_crop(
+    words: tuple[str, ...], says: str
+) -> None:
+    data = ("dataset=folder", "dataset.path=nowhere", "dataset.decode_size=16", "model=linear", "device=cpu")
+    job = resolved(*data, *words, "dataset.crop_from=file")
+    if says:
+        with pytest.raises(InputError) as raised:
+            validate._check_crop(job)
+        assert str(raised.value) == says
+    else:
+        validate._check_crop(job)
+    validate._check_crop(replace(job, dataset=replace(job.dataset, crop_from="square")))
+
+
 @pytest.mark.parametrize("check", ["_check_crop", "check_threads", "check_data_memory", "check_packages"])
 def test_each_check_of_a_job_has_its_line(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
