@@ -191,6 +191,17 @@ def test_a_key_is_lost_unless_the_command_types_it_or_what_it_is_in(word: str, t
     assert dict(leaves(decided(f"resume={run.path}", lost).values))[key] == int(value)
 
 
+def test_of_an_option_that_was_lost_no_class_and_no_key_that_is_gone_is_to_be_typed(tmp_path: Path) -> None:
+    lost = ("optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.3")
+    run = run_dir(tmp_path / "run", "seed=5", *lost)
+    run.overrides.write_text(components.dump([word for word in read_overrides(run.overrides) if word not in lost]))
+    with pytest.raises(InputError, match=r"optimizer\._target_ was 'lockstep\.optim\.SGD' and is ") as raised:
+        decided(f"resume={run.path}")
+    proposed = [word.partition("=")[0] for word in shlex.split(str(raised.value).partition("then: ")[2])]
+    assert "optimizer.lr" in proposed
+    assert not {"optimizer._target_", "optimizer.momentum"} & {*proposed}
+
+
 def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run")
     config = components.read_config(run.config)

@@ -115,6 +115,33 @@ def test_a_command_takes_the_latest_run_of_the_output_root_that_is_typed(tmp_pat
     assert "outputs/run" not in done.out + done.err
 
 
+def chosen_words(*words: str, **of_files: str) -> tuple[list[str], Ledger]:
+    """The words of the jobs of a line, and its sweep; files have set some keys."""
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        config = loader.load_configuration("config", [*words, "output_root=runs"], RunMode.MULTIRUN)
+        for key, value in of_files.items():
+            OmegaConf.update(config, key, value)
+        ledger = choose_folder(config)
+    return [*config.hydra.overrides.task], ledger
+
+
+def test_only_a_start_that_is_latest_is_the_newest_run_of_a_sweep() -> None:
+    base = started("runs", "base")
+    words = ("init_from=latest,x/latest,latest.st,my-latest", "name=latest", "seed=1,2")
+    expected = [f"init_from={base},x/latest,latest.st,my-latest", *words[1:], "output_root=runs"]
+    assert chosen_words(*words)[0] == expected
+
+
+def test_the_starts_of_files_come_behind_the_line_in_their_order_unless_it_types_them() -> None:
+    base = started("runs", "base")
+    both = {"init_from": "latest", "task.teacher": "latest"}
+    words, _ = chosen_words("task=distill", "name=x", **both)
+    assert words == ["task=distill", "name=x", "output_root=runs", f"init_from={base}", f"task.teacher={base}"]
+    words, _ = chosen_words("task=distill", "name=y", "task.teacher=latest", **both)
+    assert words[2:] == [f"task.teacher={base}", "output_root=runs", f"init_from={base}"]
+
+
 def test_all_jobs_of_a_sweep_start_from_the_run_that_a_recipe_names() -> None:
     base = started("runs", "base")
     with initialize_config_dir(str(ROOT / "conf")):
