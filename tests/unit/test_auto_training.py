@@ -158,6 +158,10 @@ def test_the_origin_of_the_weights_the_share_and_the_number_of_images_are_said(m
     assert lines[0] == (f"model.pretrained is false: {REASON}. {more}init_from=FILE" if missing else published)
     shared = replace(chosen(images=80), dataset=replace(job.dataset, val_share=0.25))
     assert "images: dataset.val_share=0.25 epochs=" in auto_training.notes(job, shared, 80)[-1]
+    typed = auto_training.notes(
+        built(*RECIPE, "dataset.val_share=0.2"), chosen("dataset.val_share=0.2", images=80), 80
+    )
+    assert "val_share" not in typed[-1]
     many = chosen("train.freeze=[auto,conv1]", images=10**6)
     words = ["train.freeze=[conv1]" if missing else "train.freeze=[conv1,backbone]", "train.freeze_until=10%"]
     said_of_many = auto_training.notes(built(*RECIPE, "train.freeze=[auto,conv1]"), many, 10**6)[-1]

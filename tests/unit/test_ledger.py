@@ -1093,6 +1093,16 @@ def test_a_sweep_is_the_same_from_another_folder_and_may_be_retried(
         assert choose_folder(line(Path("runs"), *words)).folder == folder
 
 
+def test_the_order_of_what_a_line_sweeps_makes_no_other_sweep(tmp_path: Path) -> None:
+    folders = []
+    for words in (["seed=1,2", "batch=8,16"], ["batch=8,16", "seed=1,2"]):
+        config = line(tmp_path)
+        config.hydra.overrides.task = words
+        folders.append((ledger := choose_folder(config)).folder)
+        assert ledger.identity().swept == ("batch", "seed")
+    assert folders[0] == folders[1]
+
+
 def test_a_strict_strategy_makes_another_sweep_as_repro_does(tmp_path: Path) -> None:
     exact = choose_folder(line(tmp_path, f"hydra.sweep.dir={tmp_path}/sweeps/exact")).folder
     strict = choose_folder(line(tmp_path, "strategy=strict", f"hydra.sweep.dir={tmp_path}/sweeps/strict")).folder
@@ -1349,6 +1359,16 @@ def test_parameters_of_files_are_words_with_their_references() -> None:
     assert params_of(config) == ["a=1,2", "b=${c}", "d=3", "e=None"]
     for empty in ({}, {"params": None}, {"params": {}}):
         assert params_of(OmegaConf.create({"hydra": {"sweeper": empty}})) == []
+
+
+def test_a_refused_sweep_leaves_the_files_that_were_in_its_folder_before(tmp_path: Path) -> None:
+    (tmp_path / "optuna.log").write_text("of the user")
+    new = absent(*(tmp_path / name for name in (*FILES, "jobs")))
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (tmp_path / "multirun.yaml").touch()
+    remove_refused(ledger, new)
+    assert [path.name for path in tmp_path.iterdir()] == ["optuna.log"]
 
 
 @pytest.mark.parametrize("state", ["new", "of before", "with a job", "in use", "full disk"])
@@ -2265,6 +2285,24 @@ def test_the_best_of_the_live_lines_follows_the_direction(direction: Direction, 
     assert f"  best {best}" in drawn(five)[-1]
 
 
+def test_a_running_job_shows_few_digits_of_its_settings(five: SweepView) -> None:
+    record = five.ledger.write(replace(five.records[3], overrides=("lr=0.004043878", "batch=8")))
+    five.started(record)
+    assert drawn(five)[1].split()[:2] == ["3", "0.00404"]
+
+
+def test_jobs_that_come_one_by_one_are_named_by_what_all_of_them_vary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(replace(ONE, swept=()))
+    view = SweepView(ledger)
+    for record in ledger.enter([([f"seed={number}", "batch=8"], "a") for number in range(2)]):
+        view.enter([record], [record])
+    view.ended(replace(view.records[1], state=State.failed))
+    assert capsys.readouterr().out == "1 of 2  job 1  seed=1  failed\n"
+
+
 def test_the_live_lines_have_no_thread_and_vanish_and_a_sentence_above_them_is_no_markup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -2468,6 +2506,9 @@ def test_a_folder_of_a_job_is_named_after_what_varies(tmp_path: Path, monkeypatc
     ledger.create(replace(ONE, swept=("seed", "lr")))
     (record,) = launcher._recorded(ledger, [["seed=1", "batch=8", "lr=2"]])
     assert record.folder == "000-seed=1,lr=2", "of one job, the ledger knows what varies"
+    launcher.planned[("lr=0.004043878",)] = None, Needs()
+    (record,) = launcher._recorded(ledger, [["lr=0.004043878"]])
+    assert record.folder == "001-lr=0.00404", "with few digits"
 
 
 @pytest.mark.parametrize(
@@ -2611,9 +2652,13 @@ def test_a_search_whose_fixed_words_are_wrong_ends_and_a_defect_of_the_app_is_no
     mistake = InputError("batch is odd")
     launcher.planned = {("x=1",): InputError("x=1 is odd: batch is odd"), (): mistake}
     launcher.search = SimpleNamespace(fixed=[], left=1, follow=lambda record: pytest.fail("no other draw is tried"))
-    with pytest.raises(pool_launcher.WrongJob, match="batch is odd"):
+    with pytest.raises(pool_launcher.WrongJob, match=r"^job 0(: | \(x=1\): )x=1 is odd: batch is odd"):
         launcher._enter_drawn(ledger := begun(tmp_path), MagicMock(), [["x=1"]])
     assert ledger.records() == []
+    launcher.planned[("y=1",)] = None, Needs()
+    launcher._recorded(ledger, [["y=1"]])
+    with pytest.raises(pool_launcher.WrongJob, match=r"^job 1\b.*batch is odd"):
+        launcher._enter_drawn(ledger, MagicMock(), [["x=1"]])
 
     def load(config: object, words: list[str]) -> None:
         raise ZeroDivisionError("a defect")

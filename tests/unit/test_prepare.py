@@ -441,6 +441,19 @@ def test_a_fault_of_what_undoes_a_refused_job_hides_no_refusal(
         raise InputError("no")
 
 
+def test_a_summary_that_cannot_be_read_hides_no_refusal(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+
+    def refuse() -> None:
+        with job_folder(run, {run.config: "text"}):
+            run.metrics.touch()
+            run.summary.mkdir()
+            raise InputError("no")
+
+    with pytest.raises(InputError, match=r"^no$"):
+        refuse()
+
+
 def test_files_and_folders_of_the_user_may_be_in_a_run_folder_and_links_may_not(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     run.overrides.write_text("[]")

@@ -611,6 +611,17 @@ def test_what_no_run_of_this_length_has_is_refused_with_its_data(words: tuple[st
         check_plan(resolved("device=cpu", "model=linear", *words))
 
 
+def test_a_metric_that_does_not_fit_the_classes_is_refused_with_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = resolved("device=cpu", "model=linear", "metric=[f1]")
+
+    def refuse(metric: Any, names: Any) -> list[str]:
+        raise InputError(f"f1 has no use for {len(names)} classes")
+
+    monkeypatch.setattr(type(job.metric["f1"]), "notes", refuse)
+    with pytest.raises(InputError, match="f1 has no use for 10 classes"):
+        check_plan(job)
+
+
 def test_few_images_that_show_no_value_of_a_metric_are_followed_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.job.validate_with_data.TRIED_LABELS", 1)
     job = resolved("device=cpu", "model=linear", "metric=[auroc]", "monitor=auroc")
