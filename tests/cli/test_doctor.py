@@ -369,6 +369,7 @@ def test_the_jobs_of_a_line_are_those_of_hydra(words: tuple[str, ...], jobs: int
     [
         (("optimizer.lr=interval(0.1,1)",), "use hydra/sweeper=optuna, or values with commas"),
         (("hydra/launcher=nope",), "nope"),
+        (("hydra.run.dir=x",), "hydra.run.dir=x has no effect with -m; name a folder with hydra.sweep.dir=FOLDER"),
         (("resume=latest",), "cannot be combined with a sweep"),
     ],
 )

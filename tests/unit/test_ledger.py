@@ -1026,6 +1026,15 @@ def test_the_best_score_of_a_running_job_is_of_what_a_resume_has_not_undone(
     assert [abs(best or 0) for best in shown] == [40, 60, 60, 70, 60, 65]
 
 
+def test_a_job_whose_figures_are_a_link_shows_none_of_them(running: JobRun, tmp_path: Path) -> None:
+    add(running, {"step": 20, "time": 1.0, "acc/val_top1": 9.0})
+    running.run_dir.metrics.rename(tmp_path / "elsewhere")
+    running.run_dir.metrics.symlink_to(tmp_path / "elsewhere")
+    progress = JobProgress(running)
+    progress.update(running.record, 1.0)
+    assert (progress.step, progress.best, progress.epoch) == (0, None, "1/3")
+
+
 def test_a_resumed_job_is_timed_from_where_it_resumes(running: JobRun) -> None:
     now = time.time()
     add(running, {"step": 20, "time": now - 9999, "perf/img_per_s": 1.0})

@@ -199,6 +199,14 @@ def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: 
     assert [trial.user_attrs["error"] for trial in study.trials] == ["it is wrong"] * 2
 
 
+def test_trials_with_the_same_values_each_take_a_place(tmp_path: Path) -> None:
+    ledger, study = Ledger(tmp_path), optuna.create_study()
+    search = of_two_trials(ledger, study, optuna.distributions.CategoricalDistribution(["a"]), retries=False)
+    search.trials, search.at_once = 5, 2
+    assert search.ask() == [["x=a"]]
+    assert (len(study.trials), search.left, search.ask()) == (2, 3, [])
+
+
 def test_a_trial_ends_when_its_job_has_failed_and_not_when_it_was_stopped(tmp_path: Path) -> None:
     ledger, study = Ledger(tmp_path), optuna.create_study()
     search = of_two_trials(ledger, study, optuna.distributions.FloatDistribution(0.0, 1.0), retries=False)
