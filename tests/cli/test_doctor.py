@@ -30,6 +30,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets import packed
 from lockstep.data.datasets import photos as decode_photos
 from lockstep.data.datasets.folder import Folder
+from lockstep.diagnostics import doctor as doctor_module
 from lockstep.diagnostics import examination, inspection, settings
 from lockstep.diagnostics.doctor import Checkup, doctor
 from lockstep.diagnostics.inspection import Level
@@ -391,6 +392,17 @@ def test_a_job_for_another_machine_is_examined_without_its_devices(photos: Path)
     planted = problems(of_photos(photos, "launcher=slurm", "launcher.nodes=2", "launcher.gpus=8"))
     assert [*planted] == ["devices", "images"]
     assert planted["devices"][0] == "warning"
+
+
+@pytest.mark.parametrize("submits", [True, False])
+def test_a_job_for_other_machines_is_taken_for_one_rank_here(submits: bool) -> None:
+    launcher = ("launcher=slurm", "launcher.gpus=8") if submits else ("launcher=spawn",)
+    words = ("device=cpu", "dataset=fake", "model=linear", "strategy=ddp", "launcher.ranks=8", *launcher)
+    job, resume, elsewhere = doctor_module._composed(words, sweep=False)
+    assert elsewhere is submits
+    here = ("Inline", 1, "Single") if submits else ("Spawn", 8, "DDP")
+    assert (type(job.launcher).__name__, job.launcher.ranks, type(job.strategy).__name__) == here
+    assert resume.overrides == words
 
 
 def test_the_exit_code_says_whether_a_run_would_start(photos: Path) -> None:
@@ -776,7 +788,10 @@ def test_the_time_of_a_run_is_that_of_its_steps_and_its_evaluations(
     assert finding.text == f"the run takes about {format_duration(finding.amount)}: {step}"
     assert finding.level == ("warning" if "budget" in facts else "ok")
     (parts,) = seen
-    assert (parts.plan.batch, parts.plan.micro_batches) == (32 // ranks, 1)
+    plan = parts.plan
+    assert (plan.batch, plan.micro_batches, plan.total_steps) == (32 // ranks, 1, 12), (
+        "six steps, also in short epochs"
+    )
     few = examination._time(job, World.solo(), most=8)
     assert few.amount == pytest.approx(4 * (0.5 / ranks) * (32 / ranks) / 8 + 2 * evaluation)
     assert seen[1].plan.batch == 8
@@ -982,6 +997,21 @@ def test_single_examples_are_judged_by_what_is_frozen_at_the_end(
     assert next(model.parameters()).is_meta
 
 
+def test_single_examples_are_judged_in_the_numbers_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(examination, "check_single_examples", lambda *facts: checked.append(facts))
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.float32), ("bf16_pure", torch.bfloat16)):
+        [*examination.batches(resolved(*FAKE_JOB, f"precision={precision}"), NO_RESUME)]
+        model, (blank,), *_ = checked.pop()
+        assert (next(model.parameters()).dtype, blank.dtype) == (dtype, dtype), precision
+
+
+def test_the_stages_of_a_pipeline_have_the_same_images() -> None:
+    words = ("model=digitnet", "strategy=pipeline", "launcher.ranks=2", "launcher=spawn")
+    texts = [item.text for item in examination.batches(resolved(*FAKE_JOB, *words), NO_RESUME)]
+    assert texts[0].startswith("32 = 1 rank x ")
+
+
 @pytest.mark.parametrize(("skew", "level"), [(2.0, "ok"), (2.25, "warning"), (-2.0, "ok"), (-2.25, "warning")])
 def test_two_seconds_between_the_clocks_are_too_few_to_tell(
     skew: float, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1007,7 +1037,10 @@ def test_two_seconds_between_the_clocks_are_too_few_to_tell(
 ON_TWO_RANKS = ("launcher.ranks=2", "strategy=ddp", "train.micro_batches=2")
 
 
-def test_a_slow_step_is_not_tried_and_lighter_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("micro_batches", "passes", "images", "seconds"), [(2, 2, 8, 2), ("auto", 1, 16, 4)])
+def test_a_slow_step_is_not_tried_and_lighter_work_is_named(
+    micro_batches: int | str, passes: int, images: int, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
 
     def time_of(job: Any, world: World, most: int | None = None) -> inspection.Finding:
@@ -1025,16 +1058,18 @@ def test_a_slow_step_is_not_tried_and_lighter_work_is_named(monkeypatch: pytest.
     monkeypatch.setattr(examination, "_time", time_of)
     monkeypatch.setattr(examination, "lighter_work", lighter)
     try:
-        memory, *more = examination.step(resolved(*FAKE_JOB, *ON_TWO_RANKS, "launcher.threads=1"))
+        words = (*ON_TWO_RANKS, f"train.micro_batches={micro_batches}", "launcher.threads=1")
+        memory, *more = examination.step(resolved(*FAKE_JOB, *words))
     finally:
         torch.set_num_threads(threads)
     assert memory == inspection.Finding(
         "memory",
-        "a step in micro-batches of 8 images takes about 2 s: it was not tried (4.0 GB are free for a rank)",
+        f"a step in micro-batches of {images} images takes about {seconds} s: it was not tried "
+        "(4.0 GB are free for a rank)",
         Level.warning,
     )
     assert [item.check for item in more] == ["time", "speed"]
-    assert calls == [(2, 1, 8), (2, 2, 2, 4.0)]
+    assert calls == [(passes, 1, 8), (micro_batches, 2, 2, 4.0)]
 
 
 @pytest.mark.parametrize("compiles", [True, False])
