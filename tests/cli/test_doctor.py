@@ -531,14 +531,14 @@ def test_broken_images_are_told_the_most_frequent_reason_first(skip: int, level:
 
 
 def test_a_part_of_the_images_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six images, the first four are looked at: one of them is broken, so two of all may be."""
+    """Of five images, the first four are looked at: one of them is broken, so two of all may be."""
     monkeypatch.setattr(inspection, "INSPECTION_CHUNK", 2)
     monkeypatch.setattr(inspection, "cores", lambda: 0)
     ticks = iter([0.0, 1.0, 2.0, 3.0])
     monkeypatch.setattr(inspection.time, "monotonic", lambda: next(ticks))
-    monkeypatch.setattr(inspection, "_shuffled", lambda *splits: [(split, n) for split in splits for n in range(6)])
-    (finding,) = inspection._broken([Images("train", "cut", *[b""] * 5, skip=1)], 3.0)  # type: ignore[list-item]
-    assert finding.text.startswith("1 of 4 of 6 images (--all looks at all) broken, such as image 0")
+    monkeypatch.setattr(inspection, "_shuffled", lambda *splits: [(split, n) for split in splits for n in range(5)])
+    (finding,) = inspection._broken([Images("train", "cut", *[b""] * 4, skip=1)], 3.0)  # type: ignore[list-item]
+    assert finding.text.startswith("1 of 4 of 5 images (--all looks at all) broken, such as image 0")
     assert (finding.level, finding.text.partition("; ")[2]) == (
         "error",
         "remove or replace them, or use dataset.skip=2",
@@ -605,6 +605,10 @@ def test_labels_of_images_are_counted_and_each_note_is_told_once() -> None:
     wrong: Any = Source(classes=3, class_names=())
     with pytest.raises(InputError, match="the training split"):
         [*inspection.inspect(wrong, 60)]
+    wide = source.split("val")
+    wide.labels = torch.ones(3, 3)
+    with pytest.raises(InputError, match="the evaluation split"):
+        [*inspection.inspect(Source(eval=lambda: wide), 60)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -1079,6 +1083,7 @@ def test_a_step_is_tried_as_that_of_a_rank_among_all_with_its_threads(
     calls: list[Any] = []
 
     def fits(job: Any, world: World, least: int) -> int:
+        assert job.init_from is None, "no weights are read"
         calls.append((world.size, world.local_size, least, torch.get_num_threads(), type(job.strategy).__name__))
         return least
 
@@ -1095,7 +1100,8 @@ def test_a_step_is_tried_as_that_of_a_rank_among_all_with_its_threads(
     machines = ("launcher=elastic", "launcher.nodes=2", "launcher.rendezvous=127.0.0.1:29500", "launcher.threads=3")
     job = resolved(*FAKE_JOB, *ON_TWO_RANKS, *machines)
     try:
-        memory, *_ = examination.step(replace(job, model=replace(job.model, compile=compiles)))
+        compiled = replace(job, model=replace(job.model, compile=compiles), init_from="start.safetensors")
+        memory, *_ = examination.step(compiled)
     finally:
         torch.set_num_threads(threads)
     assert calls == [(4, 2, 2, 3, "Single"), 1, *[4] * (not compiles)]
