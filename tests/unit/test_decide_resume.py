@@ -181,11 +181,11 @@ def test_what_latest_does_not_name_may_be_named_unless_something_else_helps(
 def test_a_key_is_lost_unless_the_command_types_it_or_what_it_is_in(word: str, tmp_path: Path) -> None:
     """Those of the last bits of a run too; and `train.ema` is no part of `train.ema_every`."""
     run = run_dir(tmp_path / "run", "seed=5", *word.split())
-    lost, *rest = word.split()
+    lost, *whole = word.split()
     words = [own for own in read_overrides(run.overrides) if own != lost]
     run.overrides.write_text(components.dump(words))
     key, _, value = lost.partition("=")
-    for again in ((), tuple(rest)):
+    for again in ((), tuple(whole)):
         with pytest.raises(InputError, match=rf"\({key} was {value} and is "):
             decided(f"resume={run.path}", *again)
     assert dict(leaves(decided(f"resume={run.path}", lost).values))[key] == int(value)

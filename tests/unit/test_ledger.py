@@ -1568,9 +1568,9 @@ def test_a_pool_has_as_many_jobs_at_once_as_its_setting_and_the_view_of_the_call
     ledger = begun(tmp_path)
     devices, view = Devices([], 4), view_of(ledger)
     for most in (None, 3):
-        made = pool_launcher.PoolLauncher(most, 0, 1, "maximize")._pool(ledger, devices, view)
-        assert (made.most, made.devices, made.view, made.ledger) == (most, devices, view, ledger)
-        assert made.start is pool.start_process
+        of_call = pool_launcher.PoolLauncher(most, 0, 1, "maximize")._pool(ledger, devices, view)
+        assert (of_call.most, of_call.devices, of_call.view, of_call.ledger) == (most, devices, view, ledger)
+        assert of_call.start is pool.start_process
 
 
 def test_objectives_that_no_job_has_are_a_mistake_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
