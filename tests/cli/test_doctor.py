@@ -356,6 +356,7 @@ def test_every_job_of_a_sweep_is_examined(photos: Path) -> None:
     ("words", "jobs"),
     [
         (("optimizer.lr=choice(0.1,0.2)", "seed=1,2,3"), 6),
+        (("schedule=glob(co*)",), 2),
         (("hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(0.001,0.1))", "batch=int(interval(2,4))"), 4),
     ],
 )

@@ -95,7 +95,8 @@ class Checkup:
         check_hydra_overrides(words, sweep=True)
         of_hydra = [word for word in words if is_of_hydra(word)]
         of_jobs = [word for word in words if word not in of_hydra]
-        self.jobs = jobs_of(of_jobs, searches="hydra/sweeper=optuna" in words)
+        with composition.composing() as loader:
+            self.jobs = jobs_of(of_jobs, loader, searches="hydra/sweeper=optuna" in words)
         composition.composed(of_hydra)
         return []
 
