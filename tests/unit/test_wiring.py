@@ -200,7 +200,6 @@ def test_main_observes_with_its_callbacks_the_loggers_that_log_and_then_those_th
     monkeypatch.setattr(build_observers, "listeners", lambda: [lambda info: ("listens to", info)])
     monkeypatch.setattr(build_observers.components, "plain", lambda of: {"batch": of.batch})
     monkeypatch.setattr(build_observers, "hyperparameters", lambda *values: values)
-    monkeypatch.setattr(build_observers.Run, "swept", ["seed"])
     monkeypatch.setattr(build_observers.sinks, "CsvTable", lambda *values: ("table", values))
     monkeypatch.setattr(build_observers.sinks, "PredictionsFile", lambda path: ("predictions", path))
     run.start_summary(run="abc", monitor="top1")
@@ -217,7 +216,6 @@ def test_main_observes_with_its_callbacks_the_loggers_that_log_and_then_those_th
     assert (info.run_dir, info.plan, info.step, info.after, info.id) == (run, plan, 4, 4.5, "abc")
     assert (info.config, info.model, info.tags, info.log) == ({"batch": 10}, model, tags, observers.log)
     assert info.hyperparameters == (job, World.solo(), {"batch": "10"})  # type: ignore[comparison-overlap]
-    assert info.hyperparameters == (job, World.solo(), ["seed"])  # type: ignore[comparison-overlap]
     latest = {"loss/train": 3.0, "optim/lr": 0.5}
     assert table == ("table", (run.table, plan, 4.5, latest, tags))  # type: ignore[comparison-overlap]
     assert predictions == ("predictions", run.validation)  # type: ignore[comparison-overlap]
