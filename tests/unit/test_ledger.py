@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
 from lockstep.cli.sweep import failure_of
+from lockstep.config import composition
 from lockstep.config.commands import override
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError, Interrupted, LockstepError, NumericalError, Stopped, StorageError
@@ -1104,7 +1105,8 @@ def test_a_sweep_is_the_same_from_another_folder_and_may_be_retried(
 
 def test_the_order_of_what_a_line_sweeps_makes_no_other_sweep(tmp_path: Path) -> None:
     folders = []
-    for words in (["seed=1,2", "batch=8,16"], ["batch=8,16", "seed=1,2"]):
+    line_of_both = ["batch=8,16", "seed=1,2"]
+    for words in (line_of_both, line_of_both[::-1]):
         config = line(tmp_path)
         config.hydra.overrides.task = words
         folders.append((ledger := choose_folder(config)).folder)
@@ -1788,6 +1790,16 @@ def test_the_parameters_of_a_sweeper_come_before_the_words_of_the_line_which_win
     sweeper.setup(launcher, OmegaConf.create({"hydra": {"sweeper": {"params": {"seed": "1,2"}}}}))
     sweeper.sweep(words)
     assert [" ".join(job) for job in launched] == jobs
+
+
+def test_a_sweep_finds_the_options_that_a_pattern_names() -> None:
+    launched: list[list[str]] = []
+    launcher = SimpleNamespace(launch=lambda jobs, initial_job_idx: launched.extend(jobs) or [])
+    sweeper = GridSweeper({})
+    with composition.composing() as loader:
+        sweeper.setup(launcher, OmegaConf.create({"hydra": {"sweeper": {}}}), loader)
+        sweeper.sweep(["optimizer=glob(ad*)", "seed=1"])
+    assert launched == [["optimizer=adam", "seed=1"], ["optimizer=adamw", "seed=1"]]
 
 
 @pytest.mark.parametrize("can", [True, False])

@@ -246,6 +246,7 @@ MEANT: dict[tuple[str, str | None], str] = {
     ("train.learning_rate", "8"): " Did you mean optimizer.lr=8?",
     ("zzz", "8"): "",
     ("zzz.yyy", "8"): "",
+    ("train.zzz.yyy", "8"): "",
     ("foo.size_of", "8"): " Did you mean a.size_of=8 or b.size_of=8 or c.size_of=8?",
     ("size_of", None): " Did you mean 'a.size_of' or 'b.size_of' or 'c.size_of'?",
     ("dataset.size", "8"): " dataset=fake has size: add dataset=fake, or remove it.",

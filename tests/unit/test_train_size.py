@@ -104,6 +104,8 @@ def test_the_largest_shape_of_training_has_the_most_pixels_wherever_it_stands() 
     assert (job.train_shapes, job.train_shape) == ([(1, 5, 5), (1, 10, 2), (1, 2, 4)], (1, 5, 5))
     job = resolved("dataset=digits", "dataset.input_size=[4,6]", "train.sizes={0: [2,2], 2: [4,6]}")
     assert job.train_shape == (1, 4, 6)
+    job = resolved("dataset=digits", "dataset.input_size=12", "train.sizes={0: 6, 3: 8, 5: 6}")
+    assert job.train_shapes == [(1, 6, 6), (1, 8, 8), (1, 6, 6)], "one for each start, also of an earlier size"
 
 
 def test_a_job_averages_its_weights_in_one_of_two_ways_and_counts_its_passes() -> None:

@@ -550,6 +550,7 @@ def test_a_job_sets_what_an_earlier_one_of_its_process_has_left(
     monkeypatch.setattr(experiment, "keep_freed_memory", lambda world, *, keep: keeps.append(keep))
     job = resolved(*JOB, f"train.micro_batches={micro_batches}", "seed=3", f"train.cudnn_benchmark={benchmark}")
     torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not benchmark
     try:
         experiment.configure_torch(job, World.solo())
         assert not torch.are_deterministic_algorithms_enabled()
