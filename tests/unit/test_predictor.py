@@ -828,6 +828,19 @@ def test_a_model_that_reads_numbers_as_it_is_built_is_built_all_the_same(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
 
 
+def test_only_what_a_new_model_has_may_be_infinite_in_its_file(digits: RunDir, tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10))
+    module.register_buffer("bound", torch.tensor(math.inf))
+    file, tensors = tmp_path / "model.safetensors", module.state_dict()
+    node = {"_target_": "lockstep.training.objects.ModelObject", "type": "Sequential", "module": "torch"}
+    card = changed(digits, model=node)
+    save_file(tensors, file, card)
+    assert load_trained(file, device="cpu", module=module).model.bound == math.inf
+    save_file({**tensors, "1.running_mean": torch.full((64,), math.inf)}, file, card)
+    with pytest.raises(InputError, match=r"not finite in 1 tensors, e\.g\. 1\.running_mean$"):
+        load_trained(file, device="cpu", module=module)
+
+
 def test_a_module_of_a_program_takes_the_weights_in_a_copy(digits: RunDir, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
