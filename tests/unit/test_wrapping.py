@@ -33,7 +33,7 @@ def messages() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("variable", "columns", "expected"),
-    [("", 100, 100), ("", 0, 80), ("", None, 80), ("x", 0, 80), ("40", 100, 40)],
+    [("", 100, 100), ("", 0, 80), ("", None, 80), ("x", 0, 80), ("40", 100, 40), ("0", 100, 100), ("-5", 90, 90)],
 )
 def test_a_terminal_without_a_width_has_80_columns(
     monkeypatch: pytest.MonkeyPatch, variable: str, columns: int | None, expected: int

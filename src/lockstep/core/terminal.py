@@ -58,8 +58,8 @@ def _has_descriptor(stream: TextIO | None) -> bool:
 
 def width() -> int:
     """The columns of the terminal, or 80 if there is none; the variable COLUMNS wins."""
-    with suppress(ValueError):
-        return int(os.environ.get("COLUMNS", ""))
+    if re.fullmatch(r"[1-9]\d{,5}", variable := os.environ.get("COLUMNS", "")):
+        return int(variable)
     for number in range(3):
         with suppress(OSError):
             return os.get_terminal_size(number).columns or 80
