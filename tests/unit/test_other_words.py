@@ -1,6 +1,7 @@
 """What other programs call our keys: each proposal can be typed as it stands."""
 
 import functools
+import re
 import shlex
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from helpers import composed
 from lockstep.config import command_line, components, messages
 from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
 from lockstep.config.schema import GROUPS
-from lockstep.config.suggest import OFF, suggest_for_path, suggest_key, suggest_option, suggest_override
+from lockstep.config.suggest import (
+    OFF,
+    explain_absent,
+    suggest_for_path,
+    suggest_key,
+    suggest_option,
+    suggest_override,
+)
 from lockstep.core.errors import InputError
 
 # A value of the other program for a word whose override takes no number.
@@ -110,6 +118,155 @@ def test_the_sentence_has_the_value_of_the_user(words: str, proposal: str, monke
     note = " (batch counts the images of all devices)" if "batch=" in proposal else ""
     assert sentence.endswith((f" Did you mean {proposal}{note}?", f"KEY=VALUE{note}: {proposal}"))
     check(proposal)
+
+
+# A word of another program with its value, then what it is here; `:`, and a part of the sentence where it is no key.
+MEANINGS = """
+    max_epochs 90 | epochs=90
+    max_steps 500 | steps=500
+    manual_seed 3 | seed=3
+    run_name a | name=a
+    output_dir a | output_root=a
+    ckpt_path a | resume=a
+    initial_checkpoint a | init_from=a
+    deterministic | repro=strict
+    torchcompile | model.compile=true
+    channels_last | model.channels_last=true
+    img_size 96 | dataset.input_size=96
+    train_crop_size 96 | train.size=96
+    num_workers 8 | loader=streaming loader.workers=8
+    prefetch_factor 8 | loader=streaming loader.prefetch=8
+    find_unused_parameters | strategy=ddp strategy.find_unused_parameters=true
+    fp16 | precision=fp16
+    tf32 | precision=tf32
+    nproc_per_node 8 | launcher.ranks=8
+    nnodes 8 | launcher=elastic launcher.nodes=8
+    max_restarts 8 | launcher=elastic launcher.restarts=8
+    rdzv_endpoint a:1 | launcher=elastic launcher.rendezvous=a:1
+    weight_decay 0.3 | optimizer.weight_decay=0.3
+    adam_epsilon 0.3 | optimizer.eps=0.3
+    momentum 0.3 | optimizer=sgd optimizer.momentum=0.3
+    nesterov | optimizer=sgd optimizer.nesterov=true
+    layer_decay 0.3 | optimizer.layer_decay=0.3
+    warmup_steps 5 | schedule.warmup=5
+    smoothing 0.3 | loss.label_smoothing=0.3
+    accum_iter 8 | train.micro_batches=8
+    clip_grad 0.3 | train.clip_norm=0.3
+    model_ema_decay 0.3 | train.ema=0.3
+    model_ema_warmup | train.ema_warmup=true
+    model_ema_steps 5 | train.ema_every=5
+    mixup_alpha 0.3 | train.mixup=0.3
+    cutmix_alpha 0.3 | train.cutmix=0.3
+    mixup_mode pair | train.mix_by=pair
+    mixup_switch_prob 0.3 | train.mix_switch=0.3
+    mixup_prob 0.3 | train.mix_prob=0.3
+    mixup_off_epoch 5 | train.mix_until=5ep
+    reprob 0.3 | train.erase=0.3
+    remode pixel | train.erase_mode=pixel
+    ra_reps 5 | train.repeats=5
+    repeated_aug | train.repeats=3
+    use_swa | train.swa_from=75%
+    swa_epoch_start 5 | train.swa_from=5ep
+    early_stopping | train.patience=5
+    patience 8 | train.patience=8
+    decay_rate 0.3 | schedule=step schedule.gamma=0.3
+    lr_patience 8 | schedule=plateau schedule.patience=8
+    num_restarts 8 | schedule=cosine schedule.restarts=8
+    lr_power 2 | schedule=polynomial schedule.power=2
+    check_val_every_n_epoch 5 | train.eval_every=5ep
+    val_check_interval 500 | train.eval_every=500
+    cudnn.benchmark | train.cudnn_benchmark=true
+    save_steps 500 | checkpoint.every=500
+    save_total_limit 5 | checkpoint.keep=5
+    save_top_k 5 | checkpoint.keep_best=5
+    log_interval 50 | telemetry.interval=50
+    use_wandb | logger=[jsonl,wandb]
+    auto_augment | augment=randaugment
+    no_aug | augment=none
+    no_cuda | device=cpu
+    gradient_checkpointing | model.grad_checkpointing=true
+    torchcompile_mode default | model.compile_mode=default
+    bce_loss | loss=bce
+    bce_target_thresh 0.3 | loss=bce loss.threshold=0.3
+    bce_sum | loss=bce loss.sum_classes=true
+    auto_find_batch_size | train.micro_batches=auto
+    tta | train.eval_views=2
+    train_interpolation bicubic | input.interpolation=bicubic
+    num_cpu_threads_per_process 8 | launcher.threads=8
+    profiler | telemetry.profile=true
+    wandb_project a | logger=[jsonl,wandb] logger.wandb.project=a
+    fsdp | strategy=fsdp
+    deepspeed | strategy=zero
+    optim adamw_torch | optimizer=adamw
+    optim nesterov | optimizer=sgd
+    optim lion | optimizer=timm optimizer.opt=lion
+    optim rmsprop | optimizer=timm optimizer.opt=rmsprop
+    sched onecycle | schedule=cosine
+    sched sgdr | schedule=cosine schedule.restarts=3
+    sched linearlr | schedule=linear
+    sched poly | schedule=polynomial
+    sched exponentiallr | schedule=exponential
+    sched reduce_lr_on_plateau | schedule=plateau
+    sched wsd | schedule=chain
+    sched multistep | schedule=step
+    sched constant_with_warmup | schedule=constant
+    criterion softmax | loss=cross_entropy
+    criterion bcewithlogits | loss=bce
+    criterion focal_loss | loss=focal
+    mixup_mode elem | train.mix_by=example
+    dtype bf16-true | precision=bf16_pure
+    dtype torch.float16 | precision=fp16
+    dtype 32-true | precision=fp32
+    dtype double | precision=fp64
+    shuffle : random order
+    pin_memory : pinned
+    drop_last : last batch
+    persistent_workers : threads
+    recount : rectangle
+    nb_classes : number of classes
+    start_epoch : resume=latest
+    do_eval : lockstep evaluate
+    load_best_model_at_end : best weights
+    per_device_eval_batch_size : train.eval_batch
+    adam_beta2 : optimizer.betas
+    norm_weight_decay : optimizer.decay_all
+    min_lr : schedule.final
+    warmup_ratio : schedule.warmup
+    decay_milestones : schedule.milestones
+    clip_mode : train.clip_norm
+    drop_path : model.drop_path_rate
+    color_jitter : augment
+    crop_pct : dataset.decode_size
+    in_chans : dataset.channels
+    train_val_split : dataset.val_share
+    overfit_batches : dataset.limit
+    fast_dev_run : lockstep doctor
+    callbacks : docs/extending.md
+    max_time : budget.hours
+    eval_strategy : train.eval_every
+    disable_tqdm : line of progress
+    save_safetensors : safetensors
+    detect_anomaly : not finite
+    greater_is_better : minus
+    push_to_hub : --to timm
+    local_rank : CUDA_VISIBLE_DEVICES
+    master_port : launcher.rendezvous
+    use_distributed_sampler : split over the ranks
+    kd_model_name : task=distill
+"""
+MEANING = re.compile(r"^(\S+)(?: (\S+))? ([|:]) (.*)$")
+
+
+def test_a_word_of_another_program_is_what_it_means_there() -> None:
+    lines = [line.strip() for line in MEANINGS.strip().splitlines()]
+    wrong = []
+    for name, value, sign, here in (MEANING.findall(line)[0] for line in lines):
+        if sign == "|" and suggest_override(name, value or None).replace("'", "") != here:
+            wrong.append(f"{name}: {suggest_override(name, value or None)}")
+        if sign == ":" and here not in explain_absent(name):
+            wrong.append(f"{name}: {explain_absent(name)}")
+    assert wrong == []
+    assert len(lines) > 120
 
 
 def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
@@ -371,6 +528,9 @@ def test_an_option_that_is_not_there_is_named_with_those_that_are(
     sentence = messages._no_such_file(path, [*options])
     assert sentence.startswith(FOUND_NOTHING[path, options])
     assert sentence.endswith(", or a model of timm or torchvision.") == path.startswith("model/")
+    (tmp_path / "pyproject.toml").write_text('[project.entry-points."lockstep.extensions"]\na = "mine"\n')
+    note = " The package mine of this folder is not installed: use python train.py, or pip install -e ."
+    assert messages._no_such_file(path, [*options]) == sentence + note * ("/" in path)
 
 
 def test_a_path_of_a_data_set_without_one_chooses_the_data_set_for_it(
