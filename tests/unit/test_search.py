@@ -60,6 +60,17 @@ def study_in(folder: Path) -> Any:
     return optuna.load_study(study_name=storage.get_all_studies()[-1].study_name, storage=storage)
 
 
+@pytest.mark.parametrize("kind", [GridSweeper, OptunaSweeper])
+def test_the_options_of_a_group_are_found_by_their_pattern(kind: type[GridSweeper], tmp_path: Path) -> None:
+    launcher = Launcher(lambda job: len(job["loss"]))
+    searching = sweeper(tmp_path, launcher, n_trials=20) if kind is OptunaSweeper else GridSweeper({})
+    settings = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": {}}})
+    loader: Any = SimpleNamespace(get_group_options=lambda *_, **__: ["bce", "focal", "bc"])
+    searching.setup(launcher, settings, loader)
+    searching.sweep(["loss=glob(b*)", "seed=3"])
+    assert {tuple(sorted(job)) for job in launcher.launched} == {(f"loss={loss}", "seed=3") for loss in ("bc", "bce")}
+
+
 def test_a_study_finds_the_best_and_goes_on_where_it_ended(tmp_path: Path) -> None:
     launcher = Launcher(lambda job: -abs(float(job["x"]) - 0.3) - (job["kind"] == "b"))
     sweeper(tmp_path, launcher, n_trials=25, n_jobs=2).sweep([*LINE])

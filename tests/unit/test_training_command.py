@@ -27,6 +27,7 @@ from lockstep.config.commands import program_words
 from lockstep.config.hydra_policy import TRUSTED
 from lockstep.config.hydra_versions import trusting
 from lockstep.config.schema import CONF
+from lockstep.core import terminal
 from lockstep.core.errors import InputError, LockstepError, Stopped
 from lockstep.core.launch_env import RUN_FOLDER, SWEEP_FOLDER
 from lockstep.core.run_dir import RunDir
@@ -443,11 +444,13 @@ def test_the_report_of_a_sweep_with_jobs_is_written_when_it_is_due(
     monkeypatch.setattr("lockstep.report.listener.is_due", is_due)
     monkeypatch.chdir(tmp_path.parent)
     monkeypatch.setattr("lockstep.report.sweep_page.write_sweep_report", lambda of: of.folder / "report.html")
+    monkeypatch.setattr(callbacks.log, "show", lambda text: print(text, terminal._patience_s))
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: 107.0)
     node = {"hydra": {"sweep": {"dir": str(tmp_path)}}, "telemetry": {"report": "auto"}}
     ended.on_multirun_end(OmegaConf.create(node))
     assert questions == [("auto", 7.0)] * bool(jobs)
-    assert capsys.readouterr().out == f"report: {tmp_path.name}/report.html\n" * (bool(jobs) and due)
+    line = f"report: {tmp_path.name}/report.html {terminal.READER_WAIT_S}\n"  # no reader holds a sweep up
+    assert capsys.readouterr().out == line * (bool(jobs) and due)
     submitted: Calls = []
     monkeypatch.setattr(callbacks, "submit_all", lambda *arguments: submitted.append(arguments))
     replaced: Any = replace(Identity(), words=("x",))
