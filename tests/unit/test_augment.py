@@ -138,6 +138,21 @@ def test_crop_flip_reaches_every_shift_and_both_sides() -> None:
     assert mirrored.float().mean().item() == pytest.approx(0.25, abs=0.04)
 
 
+@pytest.mark.parametrize("augment", ALL, ids=repr)
+def test_no_random_number_of_an_image_decides_two_things(augment: Augment, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    uniform = SampleRNG.uniform
+
+    def counted(rng: SampleRNG, n: int | Tensor) -> Tensor:
+        numbers.extend(n.tolist() if isinstance(n, Tensor) else [n])
+        return uniform(rng, n)
+
+    monkeypatch.setattr(SampleRNG, "uniform", counted)
+    augment.apply(images(2, 3, 9, 11), draws(2), (9, 11))
+    assert len(numbers) == len({*numbers})
+    assert bool(numbers) == (not isinstance(augment, NoAugment))
+
+
 def boxes_in(batch: Tensor, augment: RandomResizedCrop) -> Tensor:
     return augment.boxes(draws(len(batch)), torch.tensor(batch.shape[-2:]).expand(len(batch), 2))
 
