@@ -94,14 +94,19 @@ def test_a_tiny_jpeg_is_decoded_whole(tmp_path: Path, height: int, width: int) -
 
 
 def test_a_jpeg_with_harmless_damage_is_decoded_whole_and_one_that_is_cut_is_refused(tmp_path: Path) -> None:
-    file = saved(tmp_path, photograph(400, 400))
+    file = saved(tmp_path, photograph(400, 300))
     scan = file.data.index(b"\xff\xda")
     harmless = file.data[:scan] + b"\x00\x00" + file.data[scan:]
     with pytest.raises(ValueError, match="extraneous bytes"):
         simplejpeg.decode_jpeg(harmless)
-    for content, fits in ((harmless, True), (file.data[: len(file.data) // 2], False)):
+    table = file.data.index(b"\xff\xdb")
+    in_header = file.data[:table] + b"\x00\x00" + file.data[table:]
+    with pytest.raises(ValueError, match="extraneous bytes"):
+        simplejpeg.decode_jpeg_header(in_header)
+    for content, fits in ((harmless, True), (in_header, True), (file.data[: len(file.data) // 2], False)):
         (tmp_path / "damaged.jpg").write_bytes(content)
         damaged = ImageFile.read(tmp_path / "damaged.jpg")
+        assert (damaged.height, damaged.width) == (400, 300)
         if fits:
             exact = file.stored(preprocessing(100, 100))
             assert difference(damaged.stored(preprocessing(100, 100), scaled=True), exact) < 1

@@ -530,6 +530,10 @@ def test_settings_have_as_few_digits_as_tell_them_apart_and_defaults_stay_defaul
     assert (column.cells, column.may_move) == (["0.12345", "0.12348", "0.5"], True)
     assert [getattr(cell, "is_default", None) for cell in column.cells] == [True, False, False]
     assert column_of_settings("lr", ["0.12345", "0.2"]).cells == ["0.123", "0.2"]
+    long = ["null", "0.12345678901234567", "0.12345678901234612"]  # which differ in the last digit of a float
+    assert column_of_settings("lr", long).cells == ["none", "0.1234567890123457", "0.1234567890123461"]
+    same = ["0.1", "0.10000000000000000001"]
+    assert column_of_settings("lr", same).cells == same
     assert shortened("lr=0.12345") == "lr=0.123"
 
 

@@ -174,6 +174,14 @@ def test_a_checkpoint_of_an_earlier_version_says_by_its_number_of_steps_which_it
     resume(*typed)
 
 
+def test_an_interval_of_time_is_no_number_of_steps() -> None:
+    words = ("checkpoint.every=10min", "train.eval_every=3", "telemetry.interval=2", "epochs=4")
+    job = resolved(*JOB, *words)
+    decided = decisions(job, plan_of(job, 115))
+    assert "checkpoint.every" not in decided
+    assert (decided["train.eval_every"], decided["telemetry.interval"], decided["steps"]) == ([3], [2], [48])
+
+
 @pytest.mark.parametrize("length", ["epochs=4", "steps=40"])
 @pytest.mark.parametrize("words", ["25%", "50%", "7 train.swa_every=10%", "25% train.swa_every=10%", "90%"])
 def test_the_command_that_trains_longer_fits_the_average(length: str, words: str) -> None:

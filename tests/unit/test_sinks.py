@@ -388,6 +388,8 @@ def test_the_hyperparameters_of_a_job_are_its_options_and_numbers_as_they_are_ty
     numbers |= {"train.repeats": 1, "train.clip_norm": 1.5, "train.ema": 0.0}
     expected["dataset"] = "folder(val_share=0.5, train_folder=., val_folder=val) photos"
     assert values == {**expected, **numbers, "train.swa_from": "2"}
+    named = hyperparameters(resolved(*words, "dataset.train_folder=Folder"), World.solo())
+    assert named["dataset"] == "folder(val_share=0.5, train_folder=Folder, val_folder=val) photos"
     ranks = dataclasses.replace(World.solo(), size=4)
     swept = hyperparameters(resolved(*words), ranks, ["loss.class_weights", "train.sizes", "logger"])
     assert (swept["ranks"], swept["loss.class_weights"], swept["train.sizes"]) == (4, "null", "null")

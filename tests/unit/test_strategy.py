@@ -220,8 +220,8 @@ def test_the_blocks_of_a_timm_model_are_its_groups(model: str, blocks_of_it: lis
 
 
 def test_without_groups_blocks_are_children_and_large_layers() -> None:
-    block, large = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(512, 512)
-    model = nn.Sequential(nn.ModuleList([block]), nn.Linear(2, 2), large)
+    block, large = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(512, 256, bias=False)
+    model = nn.Sequential(nn.ModuleList([block]), nn.Linear(2**17 - 1, 1, bias=False), large)
     assert list(blocks(model)) == [block, large]
 
 

@@ -503,6 +503,9 @@ def test_a_model_of_a_program_is_used_from_a_program(
     ended.job = replace(resolved(*PHOTOS), steps=6, model=ModelObject(type="Net", module="own", original=nn.ReLU()))
     ended.say()
     assert rows["predict"] == 'lockstep.load("run", model=Net(...)).predict(FILE)'
+    ended.run = RunDir(ended.run.path.rename('a "b" \\c'))
+    ended.say()
+    assert rows["predict"] == r'lockstep.load("a \"b\" \\c", model=Net(...)).predict(FILE)'
     assert not {"evaluate", "export", "demo"} & rows.keys()
 
 
