@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import inspect
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -437,6 +438,23 @@ def test_each_data_set_of_torchvision_takes_its_splits_and_says_how_it_is_fetche
             read()
         assert "Unknown value" not in str(caught.value), "torchvision has such a split"
         assert str(caught.value).endswith(f"{name}('{tmp_path}'{typed}, download=True)\"")
+
+
+def test_every_labelled_split_of_torchvision_that_is_published_is_used(tmp_path: Path) -> None:
+    without_labels = ("CLEVRClassification", "FER2013")  # which are their tests
+    for name, own in TORCHVISION_SPLITS.items():
+        build = getattr(datasets, name)
+        if "split" not in (parameters := inspect.signature(build).parameters):
+            assert own == ((True, False, None) if "train" in parameters else (None, None, None)), name
+            continue
+        with pytest.raises((ValueError, RuntimeError)) as caught:  # or RuntimeError, because a package is missing
+            build(tmp_path, split="?")
+        text = str(caught.value) if caught.type is ValueError else build.__doc__.partition("split (")[2]
+        splits = re.findall(r"[\"'](train|trainval|val|valid|test)[\"']", text)
+        test = "test" if "test" in splits and name not in without_labels else None
+        val = next((split for split in splits if split in ("val", "valid")), None)
+        train = "train" if "train" in splits else "trainval"
+        assert own == (train, val or test, test if val else None), name
 
 
 def test_data_sets_of_torchvision_are_read_by_name(tmp_path: Path) -> None:
