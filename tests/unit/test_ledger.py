@@ -37,6 +37,7 @@ from lockstep.cli.sweep import failure_of
 from lockstep.config import composition
 from lockstep.config.commands import override
 from lockstep.config.hydra_versions import initialize_config_dir
+from lockstep.core import terminal
 from lockstep.core.errors import InputError, Interrupted, LockstepError, NumericalError, Stopped, StorageError
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
@@ -1463,6 +1464,7 @@ def test_a_sweep_ends_with_the_first_code_of_its_jobs_unless_it_has_an_error_of_
     launcher.setup(hydra_context=context, task_function=print, config=config)  # type: ignore[arg-type]
 
     def launch(ledger: Ledger, jobs: Any, first: int) -> list[Record]:
+        assert terminal._patience_s == terminal.READER_WAIT_S, "whoever does not read holds no job up"
         records = ledger.enter([([f"seed={number}"], "a") for number in range(4)])
         for record, code in zip(records, (76, 0, 70, 2), strict=True):
             (ledger.folder / record.folder).mkdir()

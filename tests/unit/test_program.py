@@ -504,6 +504,19 @@ def test_a_run_that_fails_gives_its_program_its_patience_back() -> None:
     assert math.isinf(terminal._patience_s)
 
 
+def test_nobody_who_does_not_read_an_error_holds_its_program_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Errors(io.StringIO):
+        def write(self, text: str) -> int:
+            waits_s.append(terminal._patience_s)
+            return super().write(text)
+
+    waits_s: list[float] = []
+    monkeypatch.setattr(sys, "stderr", Errors())
+    program.explain(InputError("odd"))
+    assert sys.stderr.getvalue() == "lockstep: odd\n"  # type: ignore[attr-defined]
+    assert {*waits_s} == {terminal.READER_WAIT_S}
+
+
 def test_a_reader_is_waited_for_at_each_piece_but_at_the_first_after_one_that_it_did_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
