@@ -600,6 +600,7 @@ def test_a_ladder_says_what_it_climbs_and_keeps_its_line(
         ]
         assert out.splitlines()[-1].split() == ["picture", f"ladders/{folder.name}/ladder.svg"]
     assert (folder / "ladder.svg").is_file()
+    assert not (folder / "lock").exists(), "another ladder may begin"
 
 
 def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(

@@ -96,6 +96,7 @@ def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     left = cleaned(run)
     assert set(left) == {8, *(int(name[5:]) for name in scored)}
     assert not list(run.checkpoints.glob(".*"))
+    assert not run.lock.exists(), "a job may resume"
     assert load_newest(run) is not None
     load_predictor(run.path, device="cpu")
 

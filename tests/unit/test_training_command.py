@@ -117,8 +117,16 @@ class Decided:
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_a_job_is_run_here_or_led_or_followed(
-    objects: Any, several: bool, rank: int | None, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    objects: Any, several: bool, rank: int | None, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def run_job(resume: Any, lock: Lock) -> Any:
+        lock.take(tmp_path / "lock")
+        return "run", resume
+
+    def lead(values: str, invocation: str, lock: Lock) -> Any:
+        lock.take(tmp_path / "lock")
+        return "lead", values, invocation
+
     def decide(values: str, invocation: str) -> Decided:
         calls.append("decided")
         return Decided(several)
@@ -127,8 +135,8 @@ def test_a_job_is_run_here_or_led_or_followed(
     monkeypatch.setattr(train.composition.Invocation, "current", classmethod(lambda cls: "invocation"))
     monkeypatch.setattr(train.composition, "of_command", lambda composed: f"values of {composed}")
     monkeypatch.setattr("lockstep.job.resume.decide_resume", decide)
-    monkeypatch.setattr(run, "run_job", lambda resume, lock: ("run", resume, type(lock)))
-    monkeypatch.setattr(run, "lead", lambda values, invocation, lock: ("lead", values, invocation, type(lock)))
+    monkeypatch.setattr(run, "run_job", run_job)
+    monkeypatch.setattr(run, "lead", lead)
     monkeypatch.setattr(run, "follow", lambda: "follow")
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     if rank is not None:
@@ -136,9 +144,10 @@ def test_a_job_is_run_here_or_led_or_followed(
             monkeypatch.setenv(name, value)
     ended = train.Training(objects)("config")  # type: ignore[arg-type]
     if rank is None:
-        assert ended == ("run", Decided(several, objects), Lock)
+        assert ended == ("run", Decided(several, objects))
     else:
-        assert ended == (("lead", "values of config", "invocation", Lock) if rank == 0 else "follow")
+        assert ended == (("lead", "values of config", "invocation") if rank == 0 else "follow")
+    assert not (tmp_path / "lock").exists(), "another job may take the folder"
     assert calls == ["decided"] * (rank is None) + ["threads"]
     assert os.environ.get("TORCH_CPP_LOG_LEVEL") == ("ERROR" if several or rank is not None else None)
     monkeypatch.setattr("lockstep.cli.needs.needs_of", lambda *arguments: arguments)
