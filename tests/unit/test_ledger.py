@@ -34,7 +34,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from helpers import ROOT, view_of
 from lockstep.cli.needs import kind
 from lockstep.cli.sweep import failure_of
-from lockstep.config import composition
 from lockstep.config.commands import override
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core import terminal
@@ -1792,16 +1791,6 @@ def test_the_parameters_of_a_sweeper_come_before_the_words_of_the_line_which_win
     sweeper.setup(launcher, OmegaConf.create({"hydra": {"sweeper": {"params": {"seed": "1,2"}}}}))
     sweeper.sweep(words)
     assert [" ".join(job) for job in launched] == jobs
-
-
-def test_a_sweep_finds_the_options_that_a_pattern_names() -> None:
-    launched: list[list[str]] = []
-    launcher = SimpleNamespace(launch=lambda jobs, initial_job_idx: launched.extend(jobs) or [])
-    sweeper = GridSweeper({})
-    with composition.composing() as loader:
-        sweeper.setup(launcher, OmegaConf.create({"hydra": {"sweeper": {}}}), loader)
-        sweeper.sweep(["optimizer=glob(ad*)", "seed=1"])
-    assert launched == [["optimizer=adam", "seed=1"], ["optimizer=adamw", "seed=1"]]
 
 
 @pytest.mark.parametrize("can", [True, False])
