@@ -250,6 +250,9 @@ def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     )
     gone = "facts.json is missing"
     assert warnings[1:] == [f"warning: checkpoint {second} is damaged ({gone}); trying the one before it"]
+    sentences: list[str] = []
+    assert newest_of_run(run, sentences.append) == first
+    assert [f"warning: {sentence}" for sentence in sentences] == warnings
     flip(first / "ema.safetensors", 100)
     assert latest_valid(run.checkpoints) is None
     end = "is damaged (ema.safetensors does not match its sha256); there is none before it"

@@ -1570,6 +1570,18 @@ def test_the_cells_of_a_row_have_the_digits_of_the_score_or_their_own() -> None:
     assert cells({"score": 0.0}, ["score"], "score") == ["0.00"]
 
 
+def test_each_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
+    two(tmp_path)
+    damaged = [RunDir(tmp_path / "b").environment, RunDir(tmp_path / "b").summary]
+    for path in damaged:
+        path.write_text("{")
+    with pytest.raises(InputError) as raised:
+        causes([Run(tmp_path / "a"), Run(tmp_path / "b")])
+    assert len(raised.value.args) == 2
+    for path in damaged:
+        assert str(path) in str(raised.value)
+
+
 def test_each_damaged_run_of_a_comparison_is_named_once(tmp_path: Path, capsys: CAPSYS) -> None:
     for name in "abc":
         run(tmp_path / name, f"batch={ord(name)}", score=1.0)

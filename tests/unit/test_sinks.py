@@ -178,6 +178,17 @@ def test_each_class_of_a_metric_has_a_column_also_behind_a_resume(tmp_path: Path
     ]
 
 
+def test_a_metric_has_its_column_beside_another_whose_name_begins_like_it(tmp_path: Path) -> None:
+    path, tags = tmp_path / "metrics.csv", ["metric/recall", "metric/recall_5"]
+    table = table_of(path, 10, {"metric/recall_5": 0.75}, tags)
+    table.write(20, {"loss/val": 0.5, "metric/recall_5": 0.5, "metric/recall": 0.25})
+    table.end("completed")
+    header, _, _ = path.read_text().partition("\n")
+    assert header.endswith(",recall,recall_5")
+    (row,) = rows(path)
+    assert (row["recall"], row["recall_5"]) == ("0.25", "0.5")
+
+
 @pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n", "15,1.5\r0.5,1\n"])
 def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.csv"
@@ -459,6 +470,22 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
     out = capsys.readouterr().out
     assert out.count("TensorBoard's file cannot be written") == 1
     assert "the run continues without it" in out
+
+
+def test_an_event_file_that_cannot_be_closed_leaves_no_other_one_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = tensorboard(tmp_path)
+    training, evaluations = sink.files.values()
+
+    def fails() -> None:
+        training.file.close()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    training.close = fails  # type: ignore[method-assign]
+    sink.end("completed")
+    assert evaluations.file.closed
+    assert capsys.readouterr().out.count("TensorBoard's file cannot be written") == 1
 
 
 PNG = pictures.in_base64(np.zeros((1, 4, 4), np.uint8))
@@ -1134,6 +1161,7 @@ def test_mlflow_gets_each_figure_once_however_often_a_run_resumes(
         ("/root", "_root"),
         ("trailing/", "trailing_"),
         ("../up/./x/..", "_/up/_/x/_"),
+        ("../" + "x" * LONGEST_NAME, "_/" + "x" * (LONGEST_NAME - 2)),
         ("a..b", None),
         ("\udcff", "_"),
     ],

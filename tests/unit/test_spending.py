@@ -93,6 +93,13 @@ def test_a_budget_that_is_used_up_asks_for_a_stop_with_its_reason(tmp_path: Path
     assert spent.stop.reason.startswith(f"budget.{name}={most:g} is used up (")
 
 
+def test_of_two_budgets_that_are_used_up_the_last_one_is_the_reason(tmp_path: Path) -> None:
+    spent = spending(tmp_path, kwh=1.0, usd=2.9)
+    spent.began -= 3600
+    spent.check()
+    assert spent.stop.reason.startswith("budget.usd=2.9 is used up (")
+
+
 def test_a_budget_of_energy_needs_a_machine_that_tells_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"budget\.kwh is 2, but this machine does not tell .* use budget\.hours"):
         spending(tmp_path, joules=None, kwh=2.0)
