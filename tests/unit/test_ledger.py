@@ -761,6 +761,34 @@ def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() 
     assert stopped.states() == [State.stopped, State.stopped, State.waiting, State.waiting]
 
 
+def test_a_sweep_that_is_stopped_repeats_its_signal_once_however_long_a_job_takes_to_save() -> None:
+    stopped, passes = EndedPool(75), iter(range(9))
+
+    def wait(sentinels: list[int], seconds: float) -> None:
+        match next(passes):
+            case 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            case 4:
+                stopped.wait(sentinels, seconds)
+
+    stopped.pool.wait = wait
+    with pytest.raises(Stopped):
+        stopped.pool.run(stopped.jobs)
+    assert [sent for _, sent in stopped.signals if sent != signal.SIGCONT] == [signal.SIGTERM] * 2
+
+
+def test_a_job_frees_its_devices_once() -> None:
+    ended, most = EndedPool(0, 0, 0, 0, 0), list[int]()
+
+    def wait(sentinels: list[int], seconds: float) -> None:
+        most.append(len(sentinels))
+        ended.wait(sentinels[:1], seconds)
+
+    ended.pool.wait, ended.pool.devices = wait, Devices([], 2)
+    ended.pool.run(ended.jobs)
+    assert most == [2, 2, 2, 2, 1]
+
+
 def test_a_job_that_a_second_interrupt_kills_is_stopped_and_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = EndedPool(-signal.SIGKILL, -signal.SIGKILL)
 
@@ -1466,16 +1494,18 @@ def test_a_sweep_ends_with_the_first_code_of_its_jobs_unless_it_has_an_error_of_
         assert terminal._patience_s == terminal.READER_WAIT_S, "whoever does not read holds no job up"
         records = ledger.enter([([f"seed={number}"], "a") for number in range(4)])
         for record, code in zip(records, (76, 0, 70, 2), strict=True):
+        records = ledger.enter([([f"seed={number}"], "a") for number in range(5)])
+        for record, code in zip(records, (75, 0, 70, 2, 76), strict=True):
             (ledger.folder / record.folder).mkdir()
             ledger.end(
                 ledger.start(record), State.failed if code else State.done, exit_code=code, objective=float(code)
             )
-        launcher.view = SimpleNamespace(records={1: 0, 2: 0, 3: 0})  # type: ignore[assignment]  # of this call
+        launcher.view = SimpleNamespace(records={1: 0, 2: 0, 3: 0, 4: 0})  # type: ignore[assignment]  # of this call
         return [ledger.read(record) for record in records]
 
     monkeypatch.setattr(launcher, "_launch", launch)
     returns = launcher.launch([["seed=1"]], 0)
-    assert [returned.return_value for returned in returns] == [76.0, 0.0, 70.0, 2.0]
+    assert [returned.return_value for returned in returns] == [75.0, 0.0, 70.0, 2.0, 76.0]
     assert Ledger(tmp_path).identity().direction is Direction.minimize
     try:
         raise KeyError

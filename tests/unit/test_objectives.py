@@ -155,6 +155,20 @@ def test_a_figure_is_an_objective_with_its_own_direction(tmp_path: Path, capsys:
     assert "no other job is better in score and val loss and val f1 than jobs 0, 1\n" in out
 
 
+@pytest.mark.parametrize("name", ["f1", "-f1"])
+def test_a_metric_that_is_an_objective_has_one_column(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = sweep(tmp_path)
+    for record in ledger.records()[:2]:
+        folder = tmp_path / record.folder
+        (folder / "summary.json").write_text(json.dumps({"scores": {"f1": 0.51234, "top1": 1.0}}))
+        (folder / ".hydra").mkdir()
+        (folder / ".hydra" / "config.yaml").write_text("metric: {f1: {}}")
+    view_of(ledger).show_table(["score", name])
+    assert re.search(r"^job +lr +score +val f1 +state ", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_the_table_names_the_figure_and_has_a_column_for_each_metric_and_the_test(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,6 +218,17 @@ def test_trials_with_the_same_values_each_take_a_place(tmp_path: Path) -> None:
     assert (len(study.trials), search.left, search.ask()) == (2, 3, [])
 
 
+@pytest.mark.parametrize("objective", ["score", "kwh"])
+def test_what_a_job_returns_is_its_score_and_no_other_objective(tmp_path: Path, objective: str) -> None:
+    ledger, study = Ledger(tmp_path), optuna.create_study()
+    search = of_two_trials(ledger, study, optuna.distributions.CategoricalDistribution(["a"]), retries=False)
+    search.objectives = [objective]
+    (job,) = search.ask()
+    ledger.enter([(job, "job")])
+    search.tell(job, 5.0)
+    assert study.trials[0].values == ([5.0] if objective == "score" else None)
+
+
 def test_a_trial_ends_when_its_job_has_failed_and_not_when_it_was_stopped(tmp_path: Path) -> None:
     ledger, study = Ledger(tmp_path), optuna.create_study()
     search = of_two_trials(ledger, study, optuna.distributions.FloatDistribution(0.0, 1.0), retries=False)

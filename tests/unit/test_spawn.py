@@ -702,6 +702,30 @@ def test_a_stop_that_came_while_ranks_were_started_is_sent_to_them_again(
     assert received == [[signal.SIGTERM] * 2] * 2, "the first may have come before they could hear it"
 
 
+def test_a_launcher_that_is_stopped_does_not_wait_for_its_store(
+    tmp_path: Path, ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, waited = threading.Event(), list[bool]()
+
+    def start(words: list[str], variables: dict[str, str]) -> Rank:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        return Rank(obeys=(signal.SIGKILL,))
+
+    def store(*_: object, master_listen_fd: int, **options: object) -> object:
+        served.wait()
+        os.close(master_listen_fd)
+        return object()
+
+    ranks()
+    monkeypatch.setattr(spawn, "Fresh", start)
+    monkeypatch.setattr(spawn, "TCPStore", store)
+    monkeypatch.setattr(spawn, "wait", lambda condition, seconds: waited.append(bool(condition())))
+    monkeypatch.setattr(Children, "join", lambda self: {})
+    assert Spawn(ranks=2).attempt(Entry(entry), RunDir.at(tmp_path / "run")) is None
+    served.set()
+    assert waited == [True]
+
+
 def test_an_agent_of_torch_is_silent_and_its_ranks_end_with_their_own_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
