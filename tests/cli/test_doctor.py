@@ -329,6 +329,20 @@ def test_a_port_that_is_in_use_is_told(photos: Path) -> None:
     assert problems(of_photos(photos, *machines[:2]))["port"][1].endswith("launcher.rendezvous=10.0.0.1:29500")
 
 
+def test_each_job_of_a_sweep_has_its_own_port() -> None:
+    checkup, job = Checkup(), ("model=linear", "dataset=folder", "dataset.path=nowhere", "device=cpu")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        machines = (
+            "launcher=elastic",
+            "launcher.nodes=2",
+            f"launcher.rendezvous=127.0.0.1:{server.getsockname()[1]}",
+        )
+        for number in (0, 1):  # the machine of main has to listen there
+            checkup.examine_job(number, [*job, *machines, f"launcher.node_rank={number}"], sweep=True)
+    levels = {finding.level: jobs for finding, jobs in checkup.findings.items() if finding.check == "port"}
+    assert levels == {Level.error: [0], Level.ok: [1]}
+
+
 @pytest.mark.parametrize(
     ("fitting", "says"), [(4, "train.micro_batches=4 fits"), (None, "use a smaller model or dataset.input_size")]
 )
@@ -1432,6 +1446,24 @@ def test_an_error_is_red_a_warning_yellow_and_what_is_right_green(monkeypatch: p
         doctor([], multirun=False, everything=False, form="table")
     spans = [(line.plain[span.start : span.end], span.style) for line in lines for span in line.spans]
     assert spans == [("ok", "green"), ("warning", "yellow"), ("error", "red")]
+
+
+def test_a_long_finding_is_continued_below_its_own_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = []
+    monkeypatch.setattr("lockstep.core.console.terminal.print", lambda line, **_: lines.append(line))
+    monkeypatch.setattr("lockstep.core.log.has_terminal", lambda stream="stdout": True)
+    monkeypatch.setattr("lockstep.core.log.width", lambda: 40)
+
+    def examine(checkup: Checkup, words: Any, *, multirun: bool) -> None:
+        checkup.jobs = [["seed=1"]]
+        checkup.findings = {inspection.Finding("disk", "there is room for all of the files"): [0]}
+
+    monkeypatch.setattr(Checkup, "examine", examine)
+    doctor([], multirun=False, everything=False, form="table")
+    assert lines[0].plain.splitlines() == [
+        "ok       disk     there is room for all",
+        "                  of the files",
+    ]
 
 
 @pytest.mark.parametrize("lacking", [None, "train", "val"])

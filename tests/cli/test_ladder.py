@@ -25,6 +25,7 @@ from lockstep.diagnostics import ladder_table
 from lockstep.diagnostics.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
 from lockstep.diagnostics.ladder_table import largest_difference, row_of, show_ladder
 from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import Record
 from lockstep.runtime.commands import running
 from lockstep.runtime.signals import StopNow
 from lockstep.strategy.base import Auto, Single
@@ -623,6 +624,41 @@ def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(
     ):
         with pytest.raises(InputError, match=f"^{says}$"):
             ladder(words, **wrong, **options)
+
+
+def test_a_script_is_where_it_was_when_the_ladder_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(module, "climb", lambda *facts: calls.append(facts))
+    monkeypatch.setattr(module, "_rows", lambda *facts: [{**ROW, "change": "", "reason": ""}])
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SCRIPT)
+    climb(f"output_root={tmp_path}", scripts=[Path("mine.py")], only="mine")
+    ((ledger, (_, rung), *_),) = calls
+    assert rung.script == tmp_path / "mine.py"
+    assert f"--script={tmp_path / 'mine.py'}" in ledger.identity().words
+
+
+def test_the_progress_of_a_ladder_counts_its_runs_done_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, steps = Ledger(tmp_path), list[Any]()
+    ledger.create(Identity(swept=("rung", "repeat")))
+
+    @contextmanager
+    def shown(*facts: Any) -> Iterator[Callable[[int], None]]:
+        steps.append(facts)
+        yield steps.append
+
+    def run_rung(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
+        RunDir.at(ledger.folder / record.folder).write_summary(status="completed")
+        return ledger.end(record, State.done)
+
+    monkeypatch.setattr(module, "progress", shown)
+    monkeypatch.setattr(module, "run_rung", run_rung)
+    rungs_to_climb = [Rung("one device"), Rung("DDP", ("strategy=ddp",))]
+    for repeats in (1, 2):
+        module.climb(ledger, rungs_to_climb, repeats, (), resolved("model=linear"))
+    assert steps == [("climbing", 2), 1, 1, ("climbing", 4), 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -371,6 +371,20 @@ def test_a_command_shows_its_bar_on_a_terminal_and_removes_it(monkeypatch: pytes
     assert screen.getvalue().endswith("\x1b[2K"), "the line is erased"
 
 
+def test_a_bar_on_standard_error_is_as_wide_as_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives: list[Any] = []
+    screen: Any = SimpleNamespace(width=50, encoding="utf-8")
+    monkeypatch.setattr(console, "terminal", SimpleNamespace(width=30, encoding="utf-8"))
+    monkeypatch.setattr(console, "Terminal", lambda **_: screen)
+    monkeypatch.setattr(log, "has_terminal", lambda stream="stdout": stream == "stderr")
+    monkeypatch.setattr(shown_progress, "S_ISFIFO", lambda mode: False)
+    monkeypatch.setattr(shown_progress, "Live", lambda **options: nullcontext(lives.append(options)))
+    with progress("evaluating", 4):
+        ((live),) = lives
+        assert live["console"] is screen
+        assert live["get_renderable"]().plain.startswith("─")
+
+
 @pytest.mark.usefixtures("capfd")  # standard output is a file
 def test_nothing_moves_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     def moving(**options: Any) -> Any:

@@ -110,6 +110,13 @@ def test_few_photos_are_answered_with_published_weights_of_a_model_that_the_line
         built(*words, *override.split())
 
 
+def test_a_longer_run_continues_the_average_that_has_begun() -> None:
+    falling = replace(SCORES, losses=[*enumerate([1.0, 0.8, 0.6, 0.4], start=1)])
+    job = resolved("device=cpu", "model=linear", "steps=40", "train.swa_from=25%")
+    advice = learning(job, replace(PLAN, total_steps=40), falling)
+    assert advice.override == "steps=80 train.swa_from=41"
+
+
 @pytest.mark.parametrize("model", ["resnet18", "linear"])
 def test_published_weights_out_of_reach_are_not_advised(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zoo, "missing_weights", lambda name: "the hub does not answer")
