@@ -256,6 +256,9 @@ def test_a_file_and_its_sentence_follow_from_what_is_asked_for(
     without_reading(monkeypatch, weights, load)
     monkeypatch.setattr(exporting, "write_export", write_export)
     code = tmp_path / "preprocess.py"
+    (installed := tmp_path / "installed").mkdir()
+    (installed / code.name).symlink_to(exporting.PREPROCESS)  # as some installers put a package
+    monkeypatch.setattr(exporting, "PREPROCESS", installed / code.name)
     for kind, pixels, out, path in (
         ("torch", "uint8", None, weights.with_suffix(".pt2")),
         ("onnx", "float", None, weights.with_suffix(".onnx")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -395,15 +396,21 @@ def test_a_graph_that_was_chosen_to_be_static_does_not_change(strategy: type[DDP
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
 def test_a_hook_of_ddp_is_registered_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[Any] = []
+    passes: list[Tensor] = []
 
     class Replica(nn.Linear):
         def register_comm_hook(self, state: object, hook: Any) -> None:
-            hooks.append((state, hook))
+            hooks.append((state, hook, len(passes)))
+
+        def forward(self, images: Tensor) -> Tensor:
+            passes.append(images)
+            warnings.warn("Grad strides do not match bucket view strides. This may ...", stacklevel=1)
+            return super().forward(images)
 
     monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **_: model)
     assert DDP(comm_hook=name).replicate(model := Replica(3, 2), plan(), EXAMPLE) is model
     expected = {"fp16": [default_hooks.fp16_compress_hook], "bf16": [default_hooks.bf16_compress_hook]}
-    assert hooks == [(None, hook) for hook in expected.get(name, [])]
+    assert hooks == [(None, hook, 2) for hook in expected.get(name, [])], "it is no part of the rehearsal"
 
 
 def test_accelerate_rehearses_its_replica_twice_as_ddp_does(monkeypatch: pytest.MonkeyPatch) -> None:

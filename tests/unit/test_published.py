@@ -264,10 +264,11 @@ def test_weights_are_missing_if_they_are_neither_here_nor_within_reach(
     zoo.missing_weights.cache_clear()
 
 
-def test_a_host_that_answers_anything_is_within_reach_and_is_asked_for_nothing(cache: Path) -> None:
+@pytest.mark.parametrize("code", [404, 503])
+def test_a_host_that_answers_anything_is_within_reach_and_is_asked_for_nothing(cache: Path, code: int) -> None:
     class Refuses(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            self.send_error(404)
+            self.send_error(code)
 
         def log_message(self, *args: object) -> None:
             pass

@@ -163,6 +163,13 @@ def test_cuts_are_in_the_order_of_the_layers() -> None:
         cut(Network("plain"), IMAGES, 3, ["third", "second"])
 
 
+def test_a_model_is_cut_without_a_graph_of_its_activations() -> None:
+    model, graphs = Network("plain"), list[bool]()
+    model.first.register_forward_hook(lambda module, inputs, output: graphs.append(output.requires_grad))
+    cut(model, IMAGES, 2, ["second"])
+    assert {*graphs} == {False}
+
+
 def test_stages_have_their_own_layers_and_pass_on_activations_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, images = Network("plain"), torch.randn(2, 4)
     models = [copy.deepcopy(whole), copy.deepcopy(whole)]

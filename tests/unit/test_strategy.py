@@ -385,6 +385,13 @@ def test_strict_keeps_the_running_statistics_of_the_first_shard() -> None:
     assert (norm.running_mean.item(), int(norm.num_batches_tracked)) == (2, 1)
 
 
+def test_a_pass_of_strict_that_fails_adds_nothing() -> None:
+    replica = TreeReplica(nn.Linear(3, 1))
+    with pytest.raises(RuntimeError, match="no memory"), Strict().accumulate(replica, last=False):
+        raise RuntimeError("no memory")
+    assert replica.subtrees == []
+
+
 def test_all_ranks_begin_with_mains_weights_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     def begun(world: World) -> list[float]:
         model = nn.BatchNorm1d(1)

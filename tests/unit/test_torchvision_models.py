@@ -164,6 +164,8 @@ def test_weights_are_fetched_once_with_their_hash_and_without_code(
     def fetch(weights: object, **options: Any) -> None:
         fetched.append(options)
         if far[0]:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / url.rpartition("/")[2]).touch()  # what is left is no reason to go on
             raise RuntimeError("invalid hash value\nof a file")
 
     fetched, far = list[dict[str, Any]](), [""]
@@ -179,10 +181,11 @@ def test_weights_are_fetched_once_with_their_hash_and_without_code(
     for far[0], reason in (("broken", "invalid hash value"), ("far", "far")):
         with pytest.raises(InputError) as caught:
             option.prepare()
+        (folder / url.rpartition("/")[2]).unlink(missing_ok=True)
         begin = f"model.pretrained: the weights of torchvision.resnet18 cannot be fetched ({reason}); put {url} into"
         assert str(caught.value) == f"{begin} {folder}, or use model.pretrained=false"
     assert option.missing_weights() == "the weights of torchvision.resnet18 cannot be fetched (far)"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / url.rpartition("/")[2]).touch()
     option.prepare()
     assert (len(fetched), option.missing_weights()) == (2, "")

@@ -374,6 +374,14 @@ def test_the_code_of_a_notebook_is_that_of_the_cells_that_its_classes_name(main:
     assert user_code._code_in([helper, net]) == user_code._code_in([net, helper]), "in any order"
 
 
+def test_classes_of_one_name_in_two_classes_of_a_notebook_are_two(main: Any) -> None:
+    source = "class {}:\n    class Part:\n        def size(self):\n            return {}\n"
+    sizes = {"One": 8, "Other": 16}
+    parts = [of_program(name, source.format(name, size), f"<{name}>").Part for name, size in sizes.items()]
+    sources = user_code._sources_of_cells(parts)
+    assert {name: text.split()[-1] for name, text in sources.items()} == {"One.Part": "8", "Other.Part": "16"}
+
+
 def test_a_class_without_functions_is_that_of_the_newest_cell_with_its_name(main: Any) -> None:
     for number, size in enumerate((8, 16), start=1):
         of_program("Net", f"class Net:\n    size = {size}\n", f"<cell {number}>")
