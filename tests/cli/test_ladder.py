@@ -236,6 +236,23 @@ def test_the_figures_of_a_script_are_a_rate_above_0_and_a_share_from_0_to_100(
     assert figures == ({"img_per_s": rate, "objective": top1} if is_true else None)
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        "",
+        "trained",
+        "[1, 2]",
+        '{"img_per_s": 9.0}',
+        '{"img_per_s": null, "top1": 9.0}',
+        f'{{"img_per_s": 1{"0" * 400}, "top1": 9.0}}',
+        "[" * 100_000,
+    ],
+    ids=lambda last: last[:40],
+)
+def test_a_last_line_of_anything_else_has_no_figures(last: str) -> None:
+    assert module._figures_said(f"training ...\n{last}\n") is None
+
+
 def test_a_changed_script_is_measured_again(tmp_path: Path) -> None:
     old, new = (Rung("mine", script=tmp_path, code=code) for code in (b"1", b"2"))
     assert rung_key(old, 0) != rung_key(new, 0)

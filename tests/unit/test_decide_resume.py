@@ -3,7 +3,7 @@
 import json
 import shlex
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from lockstep.config import components, composition
 from lockstep.config.components import build_job
 from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.core.errors import InputError
-from lockstep.core.fields import leaves
+from lockstep.core.fields import Role, leaves, with_role
 from lockstep.core.formats import NewerFormat
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
@@ -245,6 +245,27 @@ def test_a_line_that_makes_no_other_run_may_be_lost_or_changed_in_a_recipe(tmp_p
     words = [word for word in read_overrides(run.overrides) if word not in lines]
     run.overrides.write_text(components.dump(words))
     assert decided(f"resume={run.path}").values["seed"] == 5
+
+
+def test_a_key_of_a_users_option_is_compared_by_the_role_that_its_class_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class Net:
+        shows: int = with_role(Role.display, 8)
+        rounds: int = with_role(Role.rounding, 8)
+        width: int = 8
+
+    monkeypatch.setattr("lockstep.config.extensions.class_of", lambda group, target: Net)
+    run = RunDir.at(tmp_path / "run")
+    node = {"_target_": "mine.of_roles.Net", "shows": 8, "rounds": 8, "width": 8}
+    run.composed.write_text(components.dump({"model": node}))
+    own: dict[str, Any] = {"model": {**node, "shows": 16}}
+    resuming._check_kept_config(run, own, own, [])
+    for key in ("rounds", "width"):
+        own = {"model": {**node, key: 16}}
+        with pytest.raises(InputError, match=rf"\(model\.{key} was 8 and is 16\)"):
+            resuming._check_kept_config(run, own, own, [])
 
 
 def test_a_resume_may_set_the_keys_of_the_options_that_only_its_run_names(tmp_path: Path) -> None:
