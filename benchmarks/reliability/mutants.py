@@ -488,6 +488,59 @@ diagnostics/inspection.py: two labels of an image are not found if its copies ar
 core/tags.py: a monitor with a dash in its name is minimised
 - Direction.minimize if text.startswith("-") else
 + Direction.minimize if "-" in text else
+job/resume.py: where the batch was `auto`, the config that the command has is changed along
+- return {**values, "batch": batch, "train": {**values["train"], "micro_batches": "auto"}}
++ values["train"]["micro_batches"] = "auto"
++     return {**values, "batch": batch}
+runtime/signals.py: the first Ctrl-C after a stop of the run's own counts as a second one
+- self.requested, self.reason = True, reason
++ self.requested, self.reason, self.interrupted_at = True, reason, time.monotonic()
+strategy/strict.py: on a single rank the sum of the gradients reaches no parameter
+- assert isinstance(replica, TreeReplica)
+-         replica.finish()
++ assert isinstance(replica, TreeReplica)
++         if dist.is_initialized():
++             replica.finish()
+strategy/zero.py: the owners of the parameters depend on the process
+- parameters = [parameter for group in whole.param_groups for parameter in group["params"]]
+-         super().__init__(whole, assign(parameters, world.size), world)
++ parameters = [*{parameter for group in whole.param_groups for parameter in group["params"]}]
++         super().__init__(whole, assign(parameters, world.size), world)
+training/build_observers.py: a sample of the hardware reaches observers in the middle of another call
+- def _tell(self, method: str, *values: Any) -> None:
+-         with self.lock:
+-             for observer in self.observers:
+-                 self.call(observer, method, *values)
++ def _tell(self, method: str, *values: Any) -> None:
++         for observer in self.observers:
++             self.call(observer, method, *values)
+training/experiment.py: the choice of kernels of an earlier job of the process stays
+- torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
++ if job.train.cudnn_benchmark:
++         torch.backends.cudnn.benchmark = True
+config/schema.py: a size that comes back later in training has no shape of its own
+- return [shape if size is None else (shape[0], *sides(size)) for size in sizes]
++ return [*dict.fromkeys(shape if size is None else (shape[0], *sides(size)) for size in sizes)]
+config/suggest.py: a key below a block that exists is looked up in that block without end
+- close_to(first, {name.partition(".")[0] for name in names} - {first}) if block else []:
++ close_to(first, {name.partition(".")[0] for name in names}) if block else []:
+sweeps/line.py: a line with its keys in another order is another sweep
+- return tuple(sorted(swept))
++ return tuple(swept)
+training/trained.py: infinite numbers of a file count as those of a new model
+- infinite = infinite_buffers(model)
+-     check_tensors(model, file, KEY)
+-     model.load_state_dict(load_weights(file))
++ check_tensors(model, file, KEY)
++     model.load_state_dict(load_weights(file))
++     infinite = infinite_buffers(model)
+config/options.py: classes that are declared after a group was first asked for are missing
+- def classes_of(group: str) -> dict[str, type[Any]]:
++ @functools.cache
++ def classes_of(group: str) -> dict[str, type[Any]]:
+config/extensions.py: a recipe with a comment above the line of its package is refused
+- if GLOBAL.encode() in file.read_bytes()}
++ if file.read_bytes().startswith(GLOBAL.encode())}
 """
 
 
