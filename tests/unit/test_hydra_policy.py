@@ -498,9 +498,10 @@ def test_a_file_of_an_extension_chooses_a_plugin_and_sets_it_and_a_strangers_doe
         recipe(tmp_path / "conf")
         settings = composed("experiment=mine")
         assert settings.runtime.choices["hydra/sweeper"] == "other"
-        assert settings.sweeper == {**stored, "trials": 3}
+        assert settings.sweeper.items() >= {**stored, "trials": 3}.items()
         assert settings.overrides.hydra == []
-        assert composed("experiment=mine", "hydra.sweeper.folds=5").sweeper == {**stored, "trials": 3, "folds": 5}
+        typed_too = composed("experiment=mine", "hydra.sweeper.folds=5")
+        assert typed_too.sweeper.items() >= {**stored, "trials": 3, "folds": 5}.items()
         for more in ({"verbose": True}, {"job": {"env_set": {"A": "b"}}}):
             recipe(tmp_path / "conf", **more)
             with pytest.raises(
