@@ -104,8 +104,8 @@ def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
         (Network("tied"), "third", ""),
         (Network("unsaved"), "second", "mean is used on both sides of it"),
         (Network("again"), "second", "it runs more than once"),
-        (Network("plain"), "secnd", "the model runs no module 'secnd', expected some of first, second, third. Did"),
-        (Network("skip"), "secnd", "expected some of first, third. Did you mean 'second'"),
+        (Network("plain"), "secnd", "the model runs no module 'secnd', expected some of second, third. Did"),
+        (Network("skip"), "secnd", "expected some of third. Did you mean 'second'"),
         (Network("plain"), "first", "leaves stage 0 without parameters"),
     ],
 )
@@ -345,9 +345,9 @@ def test_each_cut_has_the_format_of_its_activations() -> None:
 
 @pytest.mark.parametrize("number", [MOST_PLACES - 1, MOST_PLACES, MOST_PLACES + 1])
 def test_an_unknown_module_is_told_with_the_first_places_for_a_cut(number: int) -> None:
-    # Of the residual block nobody can cut the inside.
-    model = nn.Sequential(Residual(), *(nn.Linear(4, 4) for _ in range(number - 1)))
-    names = [str(at) for at in range(min(number, MOST_PLACES))]
+    # Of the residual block nobody can cut the inside, and a stage before it or behind the last layer trains nothing.
+    model = nn.Sequential(Residual(), *(nn.Linear(4, 4) for _ in range(number)), nn.Identity())
+    names = [str(1 + at) for at in range(min(number, MOST_PLACES))]
     shown = ", ".join([*names, *["..."] * (number > MOST_PLACES)])
     with pytest.raises(InputError, match=rf"the model runs no module 'x', expected some of {re.escape(shown)}\.$"):
         cut(model, IMAGES, 2, ["x"])

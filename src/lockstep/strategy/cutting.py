@@ -144,7 +144,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     sizes = [0] * (len(trace.places) + 1)  # numbers at each position
     for name, parameter in model.named_parameters():
         sizes[homes[name]] += parameter.numel()
-    starts = _balance(sizes, trace.places, stages) if entries is None else _locate(trace.places, entries)
+    starts = _balance(sizes, trace.places, stages) if entries is None else _locate(sizes, trace.places, entries)
     bounds = [0, *starts, len(sizes)]
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if not sum(sizes[start:stop]):
@@ -161,12 +161,13 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     )
 
 
-def _locate(places: Sequence[CutPlace], entries: Sequence[str]) -> list[int]:
+def _locate(sizes: Sequence[int], places: Sequence[CutPlace], entries: Sequence[str]) -> list[int]:
     numbers = {place.name: number for number, place in enumerate(places, 1)}
     starts = []
     for name in entries:
         if name not in numbers:
-            free = [place.name for place in places if not place.obstacle]
+            sides = {place.name: (sizes[:number], sizes[number:]) for number, place in enumerate(places, 1)}
+            free = [place.name for place in places if not place.obstacle and all(map(any, sides[place.name]))]
             shown = ", ".join(free[:MOST_PLACES]) + ", ..." * (len(free) > MOST_PLACES)
             raise InputError(
                 f"strategy.cuts: the model runs no module {name!r}, expected some of {shown}."
