@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
@@ -302,8 +301,8 @@ def _check_group(word: str) -> None:
 @contextmanager
 def composing() -> Iterator[Any]:
     """A context in which configs can be composed without Hydra's `main`, by the loader that it gives."""
-    with own_hydra(), initialize_config_dir(str(CONF)):
-        yield GlobalHydra.instance().config_loader()
+    with own_hydra() as hydra, initialize_config_dir(str(CONF)):
+        yield hydra.config_loader()
 
 
 def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:

@@ -287,8 +287,8 @@ def works_for_lockstep() -> bool:
 
 
 @contextmanager
-def own_hydra() -> Iterator[None]:
-    """A context in which Hydra composes jobs of Lockstep. It then has the state from before, to the object.
+def own_hydra() -> Iterator[GlobalHydra]:
+    """A context in which the Hydra that it gives composes jobs of Lockstep. Hydra then has its state from before.
 
     OmegaConf's resolver for the environment is missing, and so are the program's own resolvers: somebody else may
     have written a config, its values are written to files, and environment variables hold secrets.
@@ -304,6 +304,6 @@ def own_hydra() -> Iterator[None]:
         OmegaConf.clear_resolvers()
         OmegaConf.clear_resolver("oc.env")
         register_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
-        yield
+        yield GlobalHydra.instance()
     finally:
         Singleton._instances, BaseContainer._resolvers = singletons, resolvers
