@@ -16,7 +16,6 @@ its row is worse than the last one by more than NOISE, the table says so. Take a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -28,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,14 @@ class Part:
 RECIPE = "train.py experiment={} model.compile=false dataset=folder dataset.path=DATA/cifar10/train epochs=1 {{}} "
 RECIPE += "dataset.val_folder=../test dataset.decode_size=32 telemetry.report=never hydra.run.dir=OUT/run"
 LADDER = "-m lockstep ladder experiment=mnist_tutorial data_root=DATA output_root=OUT --json {} "
-LADDER += " ".join(f"--script benchmarks/peers/{name}.py" for name in ("plain", "tutorial_ddp"))
+SCRIPTS = {  # of tutorials and of other frameworks, and the package that each needs
+    "plain": "torch",
+    "tutorial_ddp": "torch",
+    "accelerate_loop": "accelerate",
+    "lightning_trainer": "lightning",
+    "hf_trainer": "transformers",
+}
+LADDER += " ".join(f"--script benchmarks/peers/{name}.py" for name, of in SCRIPTS.items() if find_spec(of))
 NETWORKS = "benchmarks/photos.py --photos DATA/photos --timm DATA/timm --torchvision DATA/torchvision "
 NETWORKS += "--models resnet18 --precisions fp32 --device cpu {}"
 PARTS = {
@@ -247,7 +254,7 @@ def measure(name: str, part: Part, data: Path | None, *, quick: bool) -> dict[st
         if done.returncode:
             return f"{name} failed with exit code {done.returncode}: python {line}"
         tables = {title: shortened(rows) for title, rows in part.read(Path(folder), done.stdout).items()}
-    versions = {package: version(package) for package in PACKAGES if importlib.util.find_spec(package)}
+    versions = {package: version(package) for package in PACKAGES if find_spec(package)}
     about = {**machine(), **versions, "cpu": processor(), "seconds": round(time.monotonic() - began)}
     return {"command": f"python {line}".replace("python -m lockstep", "lockstep"), **about, "tables": tables}
 
@@ -396,7 +403,7 @@ def main() -> None:
     arguments = options.parse_args()
     store = ROOT / FIGURES
     parts, failed = json.loads(store.read_text()), False
-    absent = [package for package in PEERS if not importlib.util.find_spec(package)]
+    absent = [package for package in PEERS if not find_spec(package)]
     for name in [] if arguments.documents else arguments.only:
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         if absent and name in PEERS_IN:

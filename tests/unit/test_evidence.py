@@ -40,6 +40,11 @@ def test_every_part_has_its_place_and_names_files_that_exist(evidence: ModuleTyp
     assert evidence.RESULTS.keys() <= evidence.PARTS.keys()
 
 
+def test_the_ladder_climbs_every_script_that_has_a_name_there(evidence: ModuleType) -> None:
+    scripts = (ROOT / "benchmarks/peers").glob("*.py")
+    assert {path.stem for path in scripts if "# lockstep ladder calls it" in path.read_text()} == {*evidence.SCRIPTS}
+
+
 def test_a_ratio_beyond_the_noise_is_behind(evidence: ModuleType) -> None:
     last = {"a save, ms": {"": {"torch": 10, "lockstep": 10}}, "img/s": {"": {"torch": 10, "lockstep": 10}}}
     now = {"a save, ms": {"": {"torch": 20, "lockstep": 22}}, "img/s": {"": {"torch": 10, "lockstep": 8}}}
