@@ -437,8 +437,9 @@ def test_a_fault_of_what_undoes_a_refused_job_hides_no_refusal(
 
     run = RunDir.at(tmp_path / "run")
     monkeypatch.setattr(prepare, "remove_empty", fail)
-    with pytest.raises(InputError, match=r"^no$"), job_folder(run, {run.config: "text"}, [run.path]):
-        raise InputError("no")
+    for folders in ([run.path], []):
+        with pytest.raises(InputError, match=r"^no$"), job_folder(run, {run.config: "text"}, folders):
+            raise InputError("no")
 
 
 def test_a_summary_that_cannot_be_read_hides_no_refusal(tmp_path: Path) -> None:
@@ -484,21 +485,6 @@ def test_of_a_refused_job_neither_a_diff_nor_a_lock_is_left(tmp_path: Path) -> N
         raise InputError("no")
     assert {file.read_text() for file in (earlier.code_diff, earlier.environment, earlier.lock)} == {"earlier"}
     assert not earlier.config.exists()
-
-
-@pytest.mark.parametrize(
-    "error", [StorageError("full"), UnreadableFile(Path("a"), "is a pipe"), OSError("odd")], ids=repr
-)
-def test_a_refusal_is_told_though_what_the_job_wrote_stays(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise error
-
-    run = RunDir.at(tmp_path / "run")
-    monkeypatch.setattr(prepare, "remove_empty", refuse)
-    with pytest.raises(InputError, match=r"^the model does not fit$"), job_folder(run, {run.config: "text"}):
-        raise InputError("the model does not fit")
 
 
 def test_the_config_that_a_resume_compares_is_gone_while_the_overrides_are_written(
