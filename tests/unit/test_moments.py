@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable as Function
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from test_trainer import fitted, network, trainer_of
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError, LockstepError
-from lockstep.core.observer import Callback, TrainingRun
+from lockstep.core.observer import Callback, Observer, TrainingRun
 from lockstep.core.world import World
 from lockstep.optim.sam import SAM
 from lockstep.runtime.signals import StopNow
@@ -228,6 +229,19 @@ def test_a_callback_that_fails_is_named_with_its_line_and_its_moment() -> None:
     with pytest.raises(LockstepError, match=rf"^{__file__}:\d+: callback other: step_end raised IndexError: list"):
         Callbacks({"one": one, "other": other}).tell("step_end", run)
     assert one.moments == [("step_end", 3)]
+
+
+def test_a_logger_that_fails_beside_callbacks_is_named_with_its_line_and_its_method() -> None:
+    class Fails(Observer):
+        def write(self, step: int, scalars: Mapping[str, float]) -> None:
+            raise ZeroDivisionError("no examples")
+
+    observers = Callbacks({"one": Told()})
+    observers.observers = (*observers.observers, Fails())
+    with pytest.raises(
+        LockstepError, match=rf"^{__file__}:\d+: logger Fails: write raised ZeroDivisionError: no examples$"
+    ):
+        observers.write(3, {"loss": 0.5})
 
 
 def test_a_state_that_no_checkpoint_can_have_is_refused_as_the_run_begins() -> None:

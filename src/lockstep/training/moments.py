@@ -21,14 +21,15 @@ EvaluationFigures = tuple[dict[str, float], dict[str, float]]
 
 
 class Callbacks(Observers):
-    """The observers of this rank, of which some are callbacks, by name."""
+    """The observers of this rank, of which the first are its callbacks, by name."""
 
     def __init__(self, callbacks: Mapping[str, Callback], names: Sequence[str] = ()) -> None:
         super().__init__(*callbacks.values(), names=names)
         self.callbacks = callbacks
 
     def label(self, observer: Any) -> str:
-        return next(f"callback {name}" for name, callback in self.callbacks.items() if callback is observer)
+        names = (f"callback {name}" for name, callback in self.callbacks.items() if callback is observer)
+        return next(names, super().label(observer))
 
     def tell(self, moment: str, *values: Any) -> None:
         """Call a method of each callback. Raises LockstepError: one has raised, with the line of the user's file."""
