@@ -212,10 +212,13 @@ def test_where_torch_is_imported_already_only_libraries_behind_it_are_told(monke
 def test_a_process_is_our_own_if_it_has_said_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_threads, "_own_processes", set())
     assert not native_threads.is_own_process()
+    monkeypatch.setattr(os, "getpid", lambda: -2)  # its group, its session and its parent have other numbers
     native_threads.own_process()
     assert native_threads.is_own_process()
     monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a child of it
     assert not native_threads.is_own_process()
+    native_threads.own_process()
+    assert native_threads.is_own_process()
 
 
 SPINNING = """

@@ -210,6 +210,15 @@ def test_callbacks_that_a_checkpoint_does_not_have_start_fresh() -> None:
     assert (one.moments, other.moments) == ([], [("step_end", 7)])
 
 
+def test_of_a_callback_that_says_nothing_of_its_state_nothing_is_saved_and_nothing_changes() -> None:
+    plain = Callback()
+    plain.number = 7  # type: ignore[attr-defined]
+    callbacks = Callbacks({"plain": plain})
+    assert callbacks.state_dict() == {"plain": {}}
+    callbacks.load_state_dict({"plain": {"number": 3}})
+    assert vars(plain) == {"number": 7}
+
+
 @pytest.mark.parametrize("stops", [(0,), (1,), (2,), (1, 2)])
 def test_a_stop_on_any_rank_has_the_first_reason_on_all(
     stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -171,6 +171,10 @@ def test_a_run_has_the_name_of_its_folder(tmp_path: Path) -> None:
     for name in ("run", "lr=0.1,wd=0.05", "v1.2"):
         info = observer.RunInfo(run_dir=RunDir(tmp_path / name), **facts)
         assert (info.folder, info.name) == (tmp_path / name, name)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in (tmp_path / "link", tmp_path / "link" / "run", Path("runs/one")):
+        info = observer.RunInfo(run_dir=RunDir(folder), **facts)
+        assert (info.folder, info.name) == (folder, folder.name), "as the user named it"
 
 
 class Facts(Observer):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.core import rng
@@ -34,6 +34,9 @@ def test_the_published_numbers_of_splitmix64_come_out(seed: int) -> None:
 
 
 @given(SEEDS, st.lists(st.integers(0, 2**40), max_size=4))
+@example(2**63 - 1, [])
+@example(2**63, [])
+@example(2**64 - 1, [])
 def test_a_key_is_a_pure_function_of_its_words(seed: int, words: list[int]) -> None:
     assert rng.key(seed, *words) == rng.key(seed % 2**64, *words)
     assert -(2**63) <= rng.key(seed, *words) < 2**63
@@ -109,11 +112,12 @@ def test_a_resume_with_a_later_version_draws_the_same_numbers() -> None:
     assert torch.equal(rng.permutation(3, 2, 9), rng.draw(rng.key(3, 1, 2), torch.arange(9)).argsort())
 
 
-def test_several_numbers_of_an_example_are_those_that_it_has_one_by_one() -> None:
-    draws = rng.SampleRNG(3, 1, torch.arange(5))
-    several = draws.uniform(torch.arange(4))
-    assert several.shape == (5, 4)
-    for number in range(4):
+@pytest.mark.parametrize(("examples", "numbers"), [(5, 4), (5, 1), (5, 5), (1, 4), (1, 1), (5, 0), (0, 4)])
+def test_several_numbers_of_an_example_are_those_that_it_has_one_by_one(examples: int, numbers: int) -> None:
+    draws = rng.SampleRNG(3, 1, torch.arange(examples))
+    several = draws.uniform(torch.arange(numbers))
+    assert several.shape == (examples, numbers)
+    for number in range(numbers):
         assert torch.equal(several[:, number], draws.uniform(number))
 
 

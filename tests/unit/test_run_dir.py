@@ -380,6 +380,15 @@ def test_a_folder_of_a_later_version_is_refused_and_a_damaged_one_is_not(
     (tmp_path / name).write_text('{"format": 99, "lockstep": "9.0"}')
     with pytest.raises(NewerFormat, match=f"{name} has format 99 of a {kind}"):
         pointed(tmp_path, tmp_path, "resume")
+    sweep = tmp_path / "sweep"
+    (sweep / "003-x").mkdir(parents=True)
+    (sweep / "sweep.json").write_text("{}")
+    (sweep / "003-x" / name).write_text('{"format": 99, "lockstep": "9.0"}')
+    for word in ("latest", "best"):
+        (sweep / word).write_text("003-x\n")
+    for path in (sweep / "latest", sweep / "best", sweep / "3", Path("latest")):
+        with pytest.raises(NewerFormat, match=f"003-x/{name} has format 99 of a {kind}"):
+            pointed(path, sweep, "resume")
     for text in ("{", "[]", '{"format": "x", "lockstep": "1.0"}', '{"format": 99}'):
         (tmp_path / name).write_text(text)
         assert pointed(tmp_path, tmp_path, "resume") == tmp_path
