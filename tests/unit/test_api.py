@@ -85,6 +85,10 @@ def test_a_training_has_the_words_the_objects_and_the_callbacks_of_its_call(
     words, objects, _ = lockstep.train(["seed=1"], model=module, optimizer=SGD(lr=0.125))  # type: ignore[misc]
     assert {"seed=1", "model=object", "optimizer=sgd", "optimizer.lr=0.125"} <= {*words}
     assert objects == {"model": module}
+    empty: Any = torch.nn.Sequential()  # its length is 0
+    words, objects, _ = lockstep.train(["seed=1"], model=empty, metric=[])  # type: ignore[misc]
+    assert {"seed=1", "model=object", "metric=[]"} <= {*words}
+    assert objects["model"] is empty
 
 
 @pytest.mark.parametrize("verbose", [True, False])
@@ -105,6 +109,8 @@ def test_a_sweep_has_the_words_and_the_objects_of_its_call_and_gives_the_rows_of
     ((words, objects, is_shown),) = swept
     assert {"seed=1,2", "model=object", "optimizer=sgd", "optimizer.lr=0.125"} <= {*words}
     assert (objects, is_shown) == ({"model": module}, True)
+    lockstep.sweep(["seed=1,2"], metric=[])
+    assert swept[1:] == [(["metric=[]", "seed=1,2"], {}, True)]
 
 
 def test_the_parts_of_a_job_and_a_predictor_are_made_with_what_the_call_has(
