@@ -1,16 +1,18 @@
 """Checkpoints: a damaged one is refused, the newest valid one is used, and a failed write does not end a run."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +77,7 @@ def parts(seed: int = 0, optimizer: Any = None) -> Parts:
 def same(one: Any, other: Any) -> bool:
     """Whether two states are equal to the bit."""
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list):
@@ -193,6 +195,9 @@ def test_a_flipped_bit_and_a_file_cut_short_huge_or_missing_are_found(run: RunDi
     assert find_corruption(path) == ""
     os.truncate(path / name, (path / name).stat().st_size - 8)
     assert find_corruption(path)
+    if name != "manifest.json":
+        os.truncate(path / name, bits // 8 + 1)
+        assert find_corruption(path) == f"{name} has {bits // 8 + 1} bytes, expected {bits // 8}"
     os.truncate(path / name, 2**42)  # a file of holes, which must not be read to its end
     assert name in find_corruption(path)
     assert "bytes, expected" in find_corruption(path)
@@ -884,7 +889,9 @@ def test_no_error_of_a_write_ends_the_training(
 
 
 def test_equal_weights_and_facts_give_equal_bytes_whatever_their_order_and_their_letters(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2), "scalar": torch.tensor(7), "empty": torch.zeros(0, 3)}
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool):
+        tensors[str(dtype)] = torch.tensor([0.0, 1.0, 3.0]).to(dtype)
     metadata = {"name": "caf\u00e9 \u6f22", "x": "1", "lockstep": "2"}
     contents = set()
     for number, names in enumerate((["name", "x", "lockstep"], ["lockstep", "name", "x"])):
@@ -893,7 +900,7 @@ def test_equal_weights_and_facts_give_equal_bytes_whatever_their_order_and_their
         )
         contents.add(file.read_bytes())
         shapes, facts = files.header(file)
-        assert shapes == {"a": (3,), "b": (2, 2)}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         assert {name: facts[name] for name in metadata} == metadata
         (tmp_path / "plain").touch()
         assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode, "as of any other file"
@@ -921,6 +928,14 @@ def test_weights_without_a_tensor_or_with_a_broken_manifest_are_not_whole(run: R
     assert not whole_weights(run.path)
     files.save_weights({}, run.weights)
     assert not whole_weights(run.path)
+    flip(path / "state.pt", 9)
+    assert whole_weights(path), "its weights can be used"
+    weights = path / "model.safetensors"
+    for bit in (0, 4 * weights.stat().st_size, 8 * weights.stat().st_size - 1):
+        flip(weights, bit)
+        assert not whole_weights(path)
+        flip(weights, bit)
+    assert whole_weights(path)
     (path / "manifest.json").write_text("{}")
     assert not whole_weights(path)
 
@@ -1033,6 +1048,24 @@ def test_a_manifest_lists_the_files_by_name_whatever_the_order_of_the_folder(tmp
     assert [*written["bytes"]] == [*written["sha256"]] == names
 
 
+def test_large_files_are_hashed_to_their_end(tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(3 * 10**6)
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "b").write_bytes(b"")
+    written = json.loads(manifest_text(tmp_path))
+    assert written["bytes"] == {"a": len(content), "b": 0}
+    assert written["sha256"] == {
+        name: hashlib.sha256(data).hexdigest() for name, data in (("a", content), ("b", b""))
+    }
+    files.save_weights({"a": torch.arange(7 * 10**5)}, file := tmp_path / "large.safetensors")
+    for place in (len(content) // 2, 8 * 10**5 * 7 - 1):
+        flip(file, 8 * place)
+        with pytest.raises(InputError, match=f"^{file} is damaged, or was changed"):
+            files.load_weights(file)
+        flip(file, 8 * place)
+    assert torch.equal(files.load_weights(file)["a"], torch.arange(7 * 10**5))
+
+
 @pytest.mark.parametrize(("monitor", "left"), [("top1", [6, 2]), ("-loss", [6, 3]), ("loss", [6, 2])])
 def test_the_best_score_is_the_lowest_where_less_is_better(run: RunDir, monitor: str, left: list[int]) -> None:
     target = writer(run, keep=1, keep_best=1, fingerprint={**IDENTITY, "monitor": monitor})
@@ -1102,6 +1135,17 @@ def test_an_empty_or_a_compressed_state_is_not_loaded(run: RunDir, tmp_path: Pat
         replace_file(path, "state.pt", content)
         with pytest.raises(ValueError, match=rf"^state\.pt cannot be loaded \({reason}\)$"):
             files.read_state(path)
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("name", ["a/data.pkl", "a/data/0"])
+def test_no_member_of_an_archive_may_be_compressed_in_any_way(tmp_path: Path, name: str, kind: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for member in ("a/data.pkl", "a/data/0", "a/version"):
+            archive.writestr(member, b"content", kind if member == name else zipfile.ZIP_STORED)
+    refused = pytest.raises(ValueError, match=f"^{name} in it is compressed$")
+    with refused if kind != zipfile.ZIP_STORED else nullcontext():
+        files.check_archive(tmp_path / "a.pt")
 
 
 def test_the_pickle_in_an_archive_is_not_larger_than_anything_that_is_read(
