@@ -254,6 +254,8 @@ WRONG = {
     "report a b -x --bundel": "report: -x --bundel is not a recognized argument. `lockstep report --help` shows its",
     "report a --bundel b": "report: --bundel is not a recognized argument. Did you mean '--bundle'?",
     "clean a --kep 3": "clean: --kep is not a recognized argument. Did you mean '--keep', '--help'?",
+    "clean a --yes b --kep 3": "clean: --kep is not a recognized argument. Did you mean '--keep', '--help'?",
+    "compare a --json b c -x": "compare: -x is not a recognized argument. `lockstep compare --help` shows its",
     "evaluate run --out": "--out has no value: --out FOLDER",
     "compare a --sort": "--sort has no value: --sort COLUMN",
     "prove --ranks": "--ranks has no value: --ranks N,N",
