@@ -116,11 +116,14 @@ def test_a_damaged_newest_checkpoint_does_not_count(run: RunDir) -> None:
     assert cleaned(run) == before  # none is whole
 
 
-def test_a_run_that_is_running_keeps_everything(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("yes", [True, False])
+def test_a_run_that_is_running_keeps_everything(run: RunDir, yes: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Lock()) as lock:
         lock.take(run.lock)
-        assert cleaned(run, everything=True) == [8, 6, 4, 2]
-    assert "is in use by another job" in capsys.readouterr().out
+        assert cleaned(run, everything=True, yes=yes) == [8, 6, 4, 2]
+    warning, last = capsys.readouterr().out.splitlines()
+    assert "is in use by another job" in warning
+    assert last == "there is nothing to remove"
 
 
 @pytest.mark.parametrize(("status", "left"), [("completed", []), ("stopped", [8])])

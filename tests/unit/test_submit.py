@@ -287,7 +287,7 @@ def test_jobs_that_return_their_submissions_are_submitted_together_at_the_end(
     for folder, cpus in ((None, None), (tmp_path, 4)):
         jobs = [replace(waiting, launcher=replace(waiting.launcher, cpus=cpus)) for waiting in jobs]
         sweep = callbacks.SweepCallbacks()
-        for value in (*jobs, 0.5, None):
+        for value in (*jobs, 0.5, 3, 0, None):
             sweep.on_job_end(config, JobReturn(status=JobStatus.COMPLETED, _return_value=value))
         sweep.on_job_end(config, JobReturn(status=JobStatus.FAILED, _return_value=KeyError()))
         assert sweep.submissions == jobs
