@@ -33,9 +33,12 @@ def test_every_error_has_the_exit_code_of_its_kind() -> None:
 
 
 def test_an_error_keeps_what_else_is_known_of_it() -> None:
-    assert [errors.NumericalError("nan", 3).step, errors.NumericalError("nan").step] == [3, None]
+    assert [errors.NumericalError("nan", step).step for step in (3, 0, None)] == [3, 0, None]
+    assert errors.NumericalError("nan").step is None
     assert [errors.RankFailed("died", "Traceback").details, errors.RankFailed("died").details] == ["Traceback", ""]
     assert str(errors.Interrupted()).startswith("interrupted twice: stopped at once")
+    kinds = {errors.LockstepError, errors.RankFailed, *BY_EXIT_CODE.values()}
+    assert {str(kind("its own sentence")) for kind in kinds} == {"its own sentence"}, "as another process has told it"
 
 
 def test_a_mistake_is_one_line_whatever_is_in_it() -> None:

@@ -619,3 +619,10 @@ def test_a_check_reads_the_packed_folder_alone_and_says_that_it_is_whole(
     read = sum(file.stat().st_size for file in target.iterdir() if file.name != "manifest.json")
     assert (packing["activity"], packing["total"]) == ("checking", read)
     assert capsys.readouterr().out == "target is complete: every file matches its sha256\n"
+    for file in sorted({*target.iterdir()} - {target / "manifest.json"}):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(InputError, match=file.name):
+            command.check_packed("target")
+        file.write_bytes(content)
+    assert capsys.readouterr().out == ""
