@@ -296,6 +296,8 @@ def test_a_figure_of_zero_is_a_figure(tmp_path: Path, capsys: pytest.CaptureFixt
     show_ladder([{**row, "efficiency": 0.0, "speed_up": 0.0}])
     cells = capsys.readouterr().out.splitlines()[1].split()
     assert cells == ["DDP", "100", "±0", "0.00", "0", "%", "0", "%", "0.00", "0.00", "same", "0"]
+    show_ladder([{**row, **dict.fromkeys((*figures, "efficiency", "speed_up"))}])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["DDP", "100", "0"], "what is not known is left out"
 
 
 def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import itertools
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,8 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "channels first": (lambda: array(np.moveaxis(IMAGE, 2, 0)), r"\(5, 30, 22\), expected .*x 5 .*save np.moveaxis"),
     "fewer channels": (lambda: array(IMAGE[..., :2]), r"\(30, 22, 2\), expected height x width x 5 channels\)"),
     "two dimensions": (lambda: array(IMAGE[..., 0]), r"its shape is \(30, 22\), expected height x width x 5"),
+    "a width of 5": (lambda: array(IMAGE[:, :5, 0]), r"its shape is \(30, 5\), expected height x width x 5"),
+    "four dimensions": (lambda: array(IMAGE[None]), r"its shape is \(1, 30, 22, 5\), expected height x width x 5"),
     "no pixels": (lambda: array(IMAGE[:0]), "its header says 22x0"),
     "16 bits": (lambda: array(IMAGE.astype(np.uint16)), "its numbers are uint16, expected uint8; choose .* LOW"),
     "floats": (lambda: bands(IMAGE.astype(np.float32)), "its numbers are float32, expected uint8"),
@@ -201,10 +204,13 @@ def test_every_augmentation_with_a_share_of_grey_images_needs_three_channels(cls
 
 
 def test_a_policy_of_colours_proposes_for_bands_what_takes_bands() -> None:
-    with pytest.raises(InputError, match="the images have 5 channels; use augment=standard or augment=crop_flip"):
-        ThreeAugment().check_channels(5)
-    with pytest.raises(InputError, match="the images have 1 channel; use augment=trivialaugment"):
-        ThreeAugment().check_channels(1)
+    for policy, channels in itertools.product((ThreeAugment, RandAugment, TrivialAugment), (2, 4, 5)):
+        remedy = f"the images have {channels} channels; use augment=standard or augment=crop_flip"
+        with pytest.raises(InputError, match=remedy):
+            policy(jitter=0.0).check_channels(channels)
+    for jitter in (0.0, 0.3):
+        with pytest.raises(InputError, match="the images have 1 channel; use augment=trivialaugment"):
+            ThreeAugment(jitter=jitter).check_channels(1)
 
 
 @pytest.mark.parametrize(("channels", "shape"), [(1, (6, 10)), (3, (6, 10, 3)), (5, (6, 10, 5))])

@@ -55,6 +55,8 @@ def test_a_long_photo_keeps_the_detail_of_both_sides(tmp_path: Path, shape: tupl
     stripes = np.where(np.indices(shape)[axis] // 4 % 2, 220, 30).astype(np.uint8)
     file = saved(tmp_path, Image.fromarray(stripes))
     assert file.stored(preprocessing(100, 100), scaled=True).std() > 80
+    if shape[axis] == 400:
+        assert file.stored(preprocessing(100, 100, fit="squash"), scaled=True).std() > 80
     height, width = (length // (4 if side == axis else 8) for side, length in enumerate(shape))
     assert file.box((0, 0, *shape), (height, width)).std() > 80
 
@@ -169,8 +171,10 @@ def test_training_alone_reads_jpegs_at_a_fraction_of_their_size(tmp_path: Path) 
     for place in ("train/a", "train/b", "val/a", "val/b", "test/a", "test/b"):
         (tmp_path / place).mkdir(parents=True)
         photograph(90, 120).save(tmp_path / place / "0.jpg")
-    data = Folder(path=str(tmp_path), test_folder="test", decode_size=16)
-    assert [split.scaled for split in (data.train(), data.eval(), data.test())] == [True, False, False]
+    data = Folder(path=str(tmp_path), test_folder="test", decode_size=16, skip=3)
+    splits = data.train(), data.eval(), data.test()
+    assert [split.scaled for split in splits] == [True, False, False]
+    assert [split.skip for split in splits] == [3, 3, 3]
     assert data.read_as(data.train(), data.preprocessing).scaled
     cropped = data.read_as(data.train(), data.preprocessing, Crop(RandomResizedCrop().boxes, seed=0, size=(4, 4)))
     assert cropped.crop is not None
@@ -267,9 +271,11 @@ def test_a_file_of_a_split_has_its_path_as_its_name_and_its_bytes_as_its_content
     paths = [tmp_path / name for name in ("a.png", "b.jpg")]
     for path in paths:
         photograph(8, 8).save(path)
-    split = FileSplit(paths, torch.zeros(2), preprocessing(8, 8))
-    assert [split.name(index) for index in (1, 0)] == [str(paths[1]), str(paths[0])]
-    assert [split.content(index) for index in (1, 0)] == [paths[1].read_bytes(), paths[0].read_bytes()]
+    paths.append(tmp_path / "c.jpg")
+    paths[2].write_bytes(b"no image")
+    split = FileSplit(paths, torch.zeros(3), preprocessing(8, 8))
+    assert [split.name(index) for index in (2, 1, 0)] == [str(path) for path in reversed(paths)]
+    assert [split.content(index) for index in (2, 1, 0)] == [path.read_bytes() for path in reversed(paths)]
 
 
 def test_a_whole_photo_for_print_has_pillows_pixels_to_the_bit(tmp_path: Path) -> None:

@@ -233,6 +233,9 @@ def test_the_fingerprint_is_that_of_the_names_by_class_wherever_the_folder_lies(
     there = Folder(path=str(tmp_path / "other")).fingerprint()
     assert [name for name in here["train"] if here["train"][name] != there["train"][name]] == ["cat"]
     assert there["val"] == here["val"]
+    shutil.copytree(root / "val", root / "test")
+    tested = Folder(path=str(root), test_folder="test")
+    assert tested.fingerprint() == {**here, "test": here["val"]}
 
 
 def test_six_kinds_of_other_files_are_named_and_the_rest_are_others() -> None:
@@ -243,10 +246,13 @@ def test_six_kinds_of_other_files_are_named_and_the_rest_are_others() -> None:
 
 
 @pytest.mark.parametrize(("side", "smaller"), [(111, 111), (112, 112), (113, None)])
-def test_files_of_at_most_half_of_the_input_are_called_small(tmp_path: Path, side: int, smaller: int | None) -> None:
+@pytest.mark.parametrize("longer", [(40, 0), (0, 40)], ids=["wide", "high"])
+def test_files_of_at_most_half_of_the_input_are_called_small(
+    tmp_path: Path, side: int, smaller: int | None, longer: tuple[int, int]
+) -> None:
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / place).mkdir(parents=True)
-        Image.new("RGB", (side + 40, side)).save(tmp_path / place / "0.png")
+        Image.new("RGB", (side + longer[0], side + longer[1])).save(tmp_path / place / "0.png")
     assert Folder(path=str(tmp_path)).enlarged_side() == smaller
 
 

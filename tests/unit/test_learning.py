@@ -214,7 +214,8 @@ def evidence_of(task: str, scores: dict[str, float], labels: torch.Tensor) -> Ev
 def test_the_findings_of_a_run_are_those_of_its_whole_labels_and_its_last_epoch(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     figures = [(3, {"acc/train_top1": 10.0}), (6, {"acc/train_epoch_top1": 60.0, "acc/train_top1": 20.0})]
-    figures += [(9, {"acc/train_epoch_top1": 75.5, "acc/train_top1": 30.0})]
+    figures += [(9, {"acc/train_epoch_top1": 80.0, "acc/train_top1": 90.0})]
+    figures += [(12, {"acc/train_epoch_top1": 75.5, "acc/train_top1": 30.0})]
     run.metrics.write_text("".join(json.dumps({"step": step, **scalars}) + "\n" for step, scalars in figures))
     info: Any = SimpleNamespace(folder=run.path)
 

@@ -258,15 +258,36 @@ def test_timms_operations_probabilities_and_strengths_have_timms_distribution(in
             assert ks_2samp(own, (np.array(values) * side).round(9)).pvalue > 1e-3, name
 
 
+@pytest.mark.parametrize("magnitude", [0, 10])
+@pytest.mark.parametrize("increasing", [True, False])
+def test_strengths_beyond_the_weakest_and_the_strongest_are_these(magnitude: int, increasing: bool) -> None:
+    options = timm.rand_augment_transform(f"rand-m9-n1-inc{int(increasing)}", {"translate_pct": 0.45}).ops
+    ours = TimmRandAugment(ops=1, magnitude=magnitude, magnitude_std=3, increasing=increasing, probability=1)
+    ((op, amount),) = ours.steps(draws(7500), (20, 40))
+    for option in options:
+        if option.level_fn:
+            name = option.name.removesuffix("Increasing").removesuffix("Rel")
+            number = SOLARIZE_ADD if name == "SolarizeAdd" else OP_OF_NAME[name]
+            side = {geometry.TRANSLATE_X: 40, geometry.TRANSLATE_Y: 20}.get(number, 1)
+            theirs = {level: option.level_fn(level, option.hparams)[0] * side for level in (0, 10)}
+            ends = {level: abs(value - (number in BLENDS)) for level, value in theirs.items()}
+            own = amount[op == number].abs()
+            assert own.max() <= max(ends.values()) + 1e-9, name
+            assert ((own - ends[magnitude]).abs() < 1e-9).double().mean() > 0.4, name
+
+
 def test_colour_changes_are_pillows_as_torchvision_and_timm_apply_them() -> None:
     stored, rng = images((3, 32, 32)), draws(6)
     augment = RandomResizedCrop(scale=[1, 1], ratio=[1, 1], flip=0, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5)
-    expected = [pillow(image) for image in stored]
-    for op, amount in steps.colours(rng, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5):
-        for n, image in enumerate(expected):
-            if op[n] != IDENTITY:
-                expected[n] = PILLOW[int(op[n])](image, float(amount[n]))
-    assert torch.equal(augment.apply(stored, rng, (32, 32)), torch.stack([tensor(image) for image in expected]))
+    three = ThreeAugment(crop="none", flip=0, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5)
+    colours = [*steps.colours(rng, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5)]
+    for whole, changes in ((augment, colours), (three, [*three.steps(rng, (32, 32)), *colours])):
+        expected = [pillow(image) for image in stored]
+        for op, amount in changes:
+            for n, image in enumerate(expected):
+                if op[n] != IDENTITY:
+                    expected[n] = PILLOW[int(op[n])](image, float(amount[n]))
+        assert torch.equal(whole.apply(stored, rng, (32, 32)), torch.stack([tensor(image) for image in expected]))
 
 
 def test_colour_changes_are_drawn_as_by_colorjitter_and_by_their_probabilities() -> None:

@@ -135,7 +135,7 @@ def test_what_the_system_cannot_read_ends_with_74_in_every_reader(
     forget()
     failures = faults(ending, name)
     with pytest.raises(
-        StorageError, match=rf"\S*{ending} cannot be read \({os.strerror(getattr(errno, name))}"
+        StorageError, match=rf"{root}/\S*{ending} cannot be read \({os.strerror(getattr(errno, name))}"
     ) as caught:
         read(root)
     assert caught.value.exit_code == 74

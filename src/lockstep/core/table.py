@@ -52,7 +52,7 @@ class Column:
         pieces = re.split(r"(?<=[._/ ])", escaped(self.head, keep="")) if folded else [escaped(self.head, keep="")]
         width, lines = max([*map(cell_len, self.cells), *map(cell_len, pieces)]), [""]
         for piece in pieces:
-            lines = [*lines[:-1], lines[-1] + piece] if len(lines[-1] + piece) <= width else [*lines, piece]
+            lines = [*lines[:-1], lines[-1] + piece] if cell_len(lines[-1] + piece) <= width else [*lines, piece]
         return [line.rstrip() for line in lines]
 
     def width(self, *, folded: bool) -> int:
