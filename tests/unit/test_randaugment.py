@@ -277,7 +277,7 @@ def test_strengths_beyond_the_weakest_and_the_strongest_are_these(magnitude: int
 
 
 def test_colour_changes_are_pillows_as_torchvision_and_timm_apply_them() -> None:
-    stored, rng = images((3, 32, 32)), draws(6)
+    stored, rng = images((3, 32, 32)).repeat(4, 1, 1, 1), draws(24)
     augment = RandomResizedCrop(scale=[1, 1], ratio=[1, 1], flip=0, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5)
     three = ThreeAugment(crop="none", flip=0, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5)
     colours = [*steps.colours(rng, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5)]
