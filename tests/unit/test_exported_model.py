@@ -387,6 +387,7 @@ def test_what_is_traced_takes_bytes_or_numbers_from_0_to_1_in_an_evaluation(
         (224, 224, 1.0, 1.0),
         (256, 192, 0.75, 0.75),
         *((stored, 224, 224 / stored, 224 / stored) for stored in range(225, 300, 7)),
+        (256, 224, 0.876, 0.875),  # the same pixels
         (256, 224, 0.9, None),
         (256, 224, 1.0, None),
         (256, 128, 0.875, None),

@@ -543,12 +543,13 @@ def test_classes_of_a_saved_table_may_be_read_as_values(saved: Path) -> None:
     assert source.train().labels.tolist() == [[0.0], [1.0]] * 3
 
 
-def test_a_missing_image_and_an_empty_one_are_other_data(tmp_path: Path) -> None:
+def test_a_missing_image_an_empty_one_and_one_in_another_place_are_other_data(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     seen = list[object]()
-    for name, image in (("missing", None), ("empty", {"bytes": b"", "path": None})):
-        rows = {"image": [{"bytes": png(n), "path": None} for n in range(4)] + [image], "label": [*"abab", "a"]}
+    for name, place, image in (("last", 4, None), ("first", 0, None), ("empty", 4, {"bytes": b"", "path": None})):
+        images: list[object] = [{"bytes": png(n), "path": None} for n in range(4)]
+        rows = {"image": [*images[:place], image, *images[place:]], "label": [*"ababa"]}
         datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / name)
         seen.append(HF(path=str(tmp_path / name), val_share=0.5).fingerprint())
-    assert seen[0] != seen[1]
+    assert all(one != other for one, other in itertools.combinations(seen, 2))
