@@ -125,11 +125,12 @@ def test_a_streamed_image_is_the_box_of_its_epoch(folder: Folder, workers: int) 
     assert torch.equal(second, split.fetch(indices.tolist(), 1))
 
 
+@pytest.mark.parametrize("where", [world(), world(1, 3)], ids=["one rank", "rank 1 of 3"])
 @pytest.mark.parametrize("partners", [False, True])
-def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder, partners: bool) -> None:
-    whole = loader(folder, Resident(), partners=partners)
-    for shard in shards(whole):
-        batch = whole.global_batch(shard.step)
+def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder, partners: bool, where: World) -> None:
+    own = loader(folder, Resident(), where, partners=partners)
+    for shard in shards(loader(folder, Resident(), partners=partners)):
+        batch = own.global_batch(shard.step)
         (again,) = batch.shards(batch.images)
         assert (again.step, again.epoch, again.count) == (shard.step, shard.epoch, shard.count)
         for name in ("images", "labels", "indices"):
@@ -159,10 +160,13 @@ def test_the_images_of_a_step_are_those_of_its_own_reader() -> None:
 def test_examples_are_looked_at_one_by_one_as_their_epoch_has_them(
     folder: Folder, partners: bool, order_of: Callable[[int], torch.Tensor] | None
 ) -> None:
-    own = replace(loader(folder, Streaming(workers=0), partners=partners), order_of=order_of)
+    alone, own = (
+        replace(loader(folder, Streaming(workers=0), where, partners=partners), order_of=order_of)
+        for where in (world(), world(1, 3))
+    )
     expected = {
         int(piece.indices[0]) % 50: piece
-        for shard in itertools.islice(shards(own, after=4), 4)  # the steps of the second epoch
+        for shard in itertools.islice(shards(alone, after=4), 4)  # the steps of the second epoch
         for piece, _ in shard.micro_batches(shard.count)
     }
     decoded = dict(own.one_by_one(torch.tensor([3, 49, 0, 17]), epoch=1))
@@ -799,10 +803,18 @@ def test_the_order_of_the_examples_is_computed_where_the_loader_says() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_knows_the_blocks_of_the_first_one_and_the_first_image(folder: Folder, rank: int) -> None:
-    own = loader(folder, Streaming(workers=0), world(rank, 2))
-    assert (own.eval_rounds, len([*own.eval()])) == (2, 2 - rank)
-    assert torch.equal(own.eval_image(), folder.eval().fetch([0]))
+@pytest.mark.parametrize("machines", [1, 2])
+def test_every_rank_knows_the_blocks_of_the_first_one_and_the_first_image(
+    folder: Folder, rank: int, machines: int
+) -> None:
+    where = replace(world(rank, 2), local_rank=rank // machines, local_size=2 // machines)
+    own, split = loader(folder, Streaming(workers=0), where), folder.eval()
+    assert own.eval_rounds == 2
+    blocks = [range(4), range(8, 10)] if rank == 0 else [range(4, 8)]
+    for (images, labels), block in zip(own.eval(), blocks, strict=True):
+        assert torch.equal(images, split.fetch([*block]))
+        assert torch.equal(labels, split.labels[block.start : block.stop])
+    assert torch.equal(own.eval_image(), split.fetch([0]))
 
 
 @pytest.mark.parametrize(("epoch", "last"), [(0, 4), (1, 8), (2, 9)])

@@ -1017,6 +1017,27 @@ def test_why_an_image_cannot_be_read_is_said_with_its_name(
     assert (str(raised.value) == text) or isinstance(error, MemoryError)
 
 
+class Constant(torch.nn.Module):
+    """The same logits for every image."""
+
+    def __init__(self, *logits: float) -> None:
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(len(images), -1)
+
+
+def test_of_classes_whose_probabilities_round_to_1_the_likeliest_is_predicted(digits: RunDir) -> None:
+    predictor = lockstep.load(digits.path, device="cpu")
+    card = replace(predictor.card, probabilities="sigmoid")
+    sure = replace(predictor, model=Constant(-9.0, 40.0, 60.0, 50.0, *[0.0] * 6), card=card)
+    for prediction in sure.predict(Digits().eval().images[:2]):
+        assert prediction.probabilities[1:4].tolist() == [1.0] * 3
+        assert (prediction.label, prediction.name, prediction.probability) == (2, sure.names[2], 1.0)
+        assert [label for label, *_ in prediction.top(3)] == [2, 3, 1]
+
+
 def test_labels_above_a_threshold_are_the_likeliest_first_and_none_is_at_it() -> None:
     shares = torch.tensor([0.5, 0.9, 0.1, 0.75], dtype=torch.float64)
     prediction = Prediction(label=1, names=tuple("abcd"), probabilities=shares, log_odds=shares.logit())
