@@ -238,9 +238,10 @@ LAYOUTS = [
 def test_splits_anywhere_in_a_folder_train_the_right_classes(tmp_path: Path, folders: list[str], train: str) -> None:
     files = (f"{folder}/{name}/{n}.png" for folder in folders for name in ("bus", "bullet_train") for n in "01")
     write(tmp_path, *files)
+    right = ImageFolder(str(tmp_path / train))
+    write(tmp_path, "__MACOSX/val/a/._0.png", ".val/a/0.png", ".train/a/0.png", "notes.txt")
     source = built("dataset=folder", f"dataset.path={tmp_path}").dataset
     source.prepare()
-    right = ImageFolder(str(tmp_path / train))
     assert list(source.class_names) == right.classes
     files = {str(path) for split in (source.train(), source.eval()) for path in split.paths}
     assert {file for file, _ in right.imgs} <= {os.path.normpath(file) for file in files}

@@ -408,6 +408,7 @@ def test_files_are_small_for_the_shorter_side_of_an_input(tmp_path: Path) -> Non
 def test_a_folder_of_images_without_classes_is_told_to_sort_them(tmp_path: Path, file: str, seen: bool) -> None:
     (folder := tmp_path / "photos").mkdir()
     (folder / file).touch()
+    (tmp_path / "notes.txt").touch()
     with pytest.raises(InputError) as refused:
         scan_split(folder)
     remedy = f"; move its images into folders of their classes, such as {folder / 'cats'}" * seen

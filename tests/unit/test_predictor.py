@@ -617,7 +617,8 @@ def test_a_loaded_model_leaves_random_numbers_alone_and_knows_its_run(digits: Ru
     for file in (digits.weights, checkpoint_folder / "model.safetensors"):
         assert run_of(file) == digits
     assert run_of(tmp_path / "a" / "b" / "model.safetensors") is None
-    assert run_of(checkpoint_folder / "deeper" / "model.safetensors") is None
+    for folder in (checkpoint_folder / "deeper", digits.path / "own", digits.checkpoints):
+        assert run_of(folder / "model.safetensors") is None
 
 
 def test_images_are_resized_as_in_the_training_of_the_weights(digits: RunDir, tmp_path: Path) -> None:
