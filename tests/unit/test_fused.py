@@ -15,9 +15,10 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.1}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
-    "adam": (Adam, {"lr": 0.1, "weight_decay": 0.01}),
-    "adamw": (AdamW, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}),
+    "adam": (Adam, {"lr": 0.1, "betas": (0.7, 0.9), "eps": 1e-3, "weight_decay": 0.01}),
+    "adamw": (AdamW, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.03}),
     "uphill": (AdamW, {"lr": 0.1, "maximize": True}),
+    "uphill in Adam": (Adam, {"lr": 0.1, "maximize": True}),
 }
 # What may happen after a step, by name: it gets the model, the optimizer and the number of the step.
 EVENTS: dict[str, Callable[[nn.Module, Optimizer, int], object]] = {
@@ -76,7 +77,24 @@ def test_only_the_first_step_is_torchs(name: str, monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(parameter, before)
     assert {kind for kind, _ in OPTIMIZERS.values()} == set(KERNELS), "every kernel is compared"
     assert type(optimizer) is fused(original), "each class is made once"
+    assert type(optimizer).__name__ == original.__name__
     assert not hasattr(type(optimizer).step, "__wrapped__"), "torch's ranges for a profiler take a quarter of a step"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_lists_are_made_once_for_each_state_that_is_loaded(name: str) -> None:
+    original, options = OPTIMIZERS[name]
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = fused(original)([parameter], fused=True, **options)
+    lists = []
+    for step in range(9):
+        if step in (3, 6):
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        lists.append(optimizer.tensors)  # type: ignore[attr-defined]
+    assert all(made is lists[start] is not None for start in (1, 3, 6) for made in lists[start : start + 2])
+    assert all(lists[step] is not lists[step - 1] for step in (3, 6)), "of the state that was loaded"
 
 
 @pytest.mark.parametrize("original", [Adam, AdamW, SGD])

@@ -22,6 +22,7 @@ from lockstep.models import BasicNet, DigitNet, Linear, ResNet34, Timm, WhiteNet
 from lockstep.models.nets import MaxPoolTo, check_model_size, sketch, without_weights
 from lockstep.models.wide_resnet import Block
 from lockstep.models.zoo import built, network_options, unreachable
+from lockstep.training.resolved_job import named
 
 
 def parameters(model: nn.Module) -> int:
@@ -135,8 +136,19 @@ LOADING = {name for factory in FACTORIES for name in inspect.signature(factory).
 
 @pytest.mark.parametrize("option", sorted(LOADING | {"features_only", "pruned", "no_such", "device", "url"}))
 def test_an_option_that_does_not_shape_the_network_is_refused(option: str) -> None:
-    with pytest.raises(InputError, match=f"model.options.{option} does not shape the network of resnet18"):
-        Timm(name="resnet18", options={option: "/tmp/x"}).check()
+    for name in ("resnet18", "resnet18.a1_in1k"):
+        with pytest.raises(InputError, match=f"model.options.{option} does not shape the network of resnet18"):
+            Timm(name=name, options={option: "/tmp/x"}).check()
+        with pytest.raises(InputError, match=f"model.options.{option} does not shape the network of resnet18"):
+            Timm(name=name, options={option: "/tmp/x", "zero_init_last": True}).check()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet18.a1_in1k"])
+def test_a_model_of_timm_has_its_whole_name_in_messages(name: str) -> None:
+    assert named(Timm(name=name)) == name
+    assert named(Timm(name=name, drop_rate=0.5)).startswith(f"{name}(drop_rate=0.5")
+    with pytest.raises(InputError, match=f"^model={re.escape(name)} cannot be built for images of 3x8x8"):
+        Timm(name=name, options={"block_args": 3}).build(2, (3, 8, 8))
 
 
 def test_no_network_of_timm_has_an_option_that_loads_something() -> None:
@@ -304,7 +316,14 @@ def test_options_of_a_model_of_timm_reach_it_and_those_that_are_not_chosen_do_no
     assert sketch(Timm(name="vgg11"), 2, (3, 32, 32)), "it takes no rate of stochastic depth"
     assert Timm(name="resnet18").has_usual_size
     changed = Timm(name="vit_tiny_patch16_224", options={"img_size": 32})
-    assert not changed.has_usual_size
+    for options in (
+        changed.options,
+        {"embed_dim": 4096},
+        {"mlp_ratio": 99.5},
+        {"norm_layer": "a"},
+        {"class_token": False},
+    ):
+        assert not Timm(name=changed.name, options=options).has_usual_size
     with pytest.raises(InputError, match="cannot be built for images of 3x64x64"):
         changed.build(2, (3, 64, 64))
     assert [fields.rule_of(Timm, "pretrained").fits(value) for value in (True, False, "auto", "best")] == [
