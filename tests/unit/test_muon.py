@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.optim import muon
 from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
@@ -57,14 +58,26 @@ def test_matrices_of_one_shape_do_not_see_each_other() -> None:
     assert not together[3].any()
 
 
+@pytest.mark.parametrize("shape", [(8, 27), (27, 8), (8, 3, 3, 3)])
+@pytest.mark.parametrize("first", [torch.float32, torch.float64])
+def test_matrices_of_one_shape_and_two_dtypes_each_keep_theirs(first: torch.dtype, shape: tuple[int, ...]) -> None:
+    second = torch.float64 if first == torch.float32 else torch.float32
+    updates = [torch.randn(shape, dtype=dtype) for dtype in (first, second, first)]
+    for update, result in zip(updates, orthogonalised(updates, 3), strict=True):
+        assert result.dtype == update.dtype
+        tolerance = 1e-11 if update.dtype == torch.float64 else 1e-4
+        torch.testing.assert_close(result, orthogonalised([update], 3)[0], rtol=tolerance, atol=tolerance)
+        exact = orthogonalised([update.double()], 3)[0]
+        torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("shape", [(6, 4, 3, 3), (40, 4, 3, 3), (6, 1, 3, 3), (6, 4, 1, 1)])
 def test_an_update_keeps_its_order_in_memory_which_changes_no_number(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     update = torch.randn(shape, dtype=torch.float64)
     turned = update.contiguous(memory_format=torch.channels_last)
     (plain,), (moved,) = orthogonalised([update], 5), orthogonalised([turned], 5)
-    assert plain.is_contiguous()
-    assert moved.is_contiguous(memory_format=torch.channels_last)
+    assert (plain.stride(), moved.stride()) == (update.stride(), turned.stride())
     torch.testing.assert_close(moved, plain, rtol=1e-11, atol=1e-11)
 
 
@@ -194,6 +207,14 @@ def test_each_singular_value_goes_through_jordans_polynomial(shape: tuple[int, i
         for _ in range(iterations):
             values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
         torch.testing.assert_close(actual, left @ values.diag() @ right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 64), (64, 4), (8, 8)])
+def test_the_iteration_multiplies_squares_of_the_shorter_side(rows: int, columns: int) -> None:
+    with FlopCounterMode(display=False) as counted:
+        newton_schulz(torch.randn(3, rows, columns), 2)
+    with_the_matrix = 3 * 2 * 2 * (2 * min(rows, columns) * rows * columns)
+    assert with_the_matrix <= counted.get_total_flops() <= 1.5 * with_the_matrix, "a square's own product is the rest"
 
 
 def test_a_group_without_a_gradient_stands_still_and_the_groups_behind_it_step() -> None:

@@ -1,6 +1,7 @@
 """Optimizers: weight decay, learning rates by layer, and the average of the weights."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -287,6 +288,14 @@ def test_a_network_of_which_only_the_head_is_trained_has_one_rate_under_layer_de
         (AdamW, 1e-3, 1e-3, 4e-3),
         (Muon, 0.02, 0.02, 0.08),
         (Timm, 1e-3, 1e-3, 4e-3),
+        (partial(SGD, momentum=0.0), 0.1, 0.025, 0.4),
+        (partial(SGD, nesterov=True, weight_decay=0.1), 0.1, 0.025, 0.4),
+        (partial(SAM, momentum=0.0), 0.1, 0.025, 0.4),
+        (partial(Adam, betas=[0.0, 0.9], eps=0.1), 1e-3, 1e-3, 4e-3),
+        (partial(AdamW, weight_decay=0.0, lookahead=6), 1e-3, 1e-3, 4e-3),
+        (partial(Muon, head_lr=None, momentum=0.0), 0.02, 0.02, 0.08),
+        (partial(Timm, opt="sgd", momentum=0.0), 0.1, 0.025, 0.4),
+        (partial(Timm, opt="lion", weight_decay=0.1), 1e-4, 1e-4, 4e-4),
     ],
 )
 def test_the_usual_rate_grows_with_the_batch_and_is_a_tenth_for_trained_weights(
