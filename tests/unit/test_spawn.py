@@ -352,6 +352,7 @@ def test_a_fresh_interpreter_has_its_options_and_is_alone_with_the_end_of_its_pi
     with (tmp_path / "out").open("w") as out:
         process = Fresh(["sh", "-c", "pwd; echo $A; exit 3"], {"A": "b"}, cwd=tmp_path, stdout=out)
         assert multiprocessing.connection.wait([process.sentinel], 30) == [process.sentinel]
+        assert processes.wait(lambda: process.exitcode, 30) == 3, "seen before anybody waits for its end"
         process.join()
     assert process.exitcode == 3
     process.send_signal(signal.SIGTERM)  # it has ended
@@ -360,6 +361,7 @@ def test_a_fresh_interpreter_has_its_options_and_is_alone_with_the_end_of_its_pi
     killed = Fresh(["sleep", "60"], {**os.environ})
     assert killed.exitcode is None
     killed.send_signal(signal.SIGKILL)
+    assert processes.wait(lambda: killed.exitcode, 30) == -signal.SIGKILL
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
 
