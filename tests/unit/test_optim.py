@@ -1,13 +1,15 @@
 """Optimizers: weight decay, learning rates by layer, and the average of the weights."""
 
 import dataclasses
+import inspect
+import itertools
 from functools import partial
 from typing import Any
 
 import pytest
 import timm
 import torch
-from timm.optim import get_optimizer_info
+from timm.optim import get_optimizer_info, list_optimizers
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -242,6 +244,20 @@ def test_the_usual_rate_of_an_optimizer_of_timm_is_that_of_its_kind(
     assert usual.at(4 * batch) == pytest.approx(lr * 4**power)
 
 
+def test_the_usual_rate_of_all_of_timm_is_that_of_sgd_or_the_default_of_the_class() -> None:
+    for info in map(get_optimizer_info, list_optimizers()):
+        if "SGD" in str(info.opt_class):
+            expected = UsualRate(0.1, 256, 1)
+        else:  # a text is the class of a package that need not be installed
+            own = (
+                None
+                if isinstance(info.opt_class, str)
+                else inspect.signature(info.opt_class).parameters["lr"].default
+            )
+            expected = UsualRate(own or 1e-3, 64, 0.5)
+        assert info.second_order or Timm(opt=info.name).usual == expected, info.name
+
+
 def test_an_optimizer_that_is_not_installed_has_the_rate_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
     info = get_optimizer_info("adamw")
     monkeypatch.setattr(
@@ -266,10 +282,14 @@ def test_the_first_group_is_that_which_decays_and_its_rate_is_logged() -> None:
 def test_momenta_are_there_before_the_first_step(momentum: float, nesterov: bool) -> None:
     if nesterov and not momentum:
         return
-    optimizer = SGD(lr=0.1, momentum=momentum, nesterov=nesterov).build(network())
-    buffers = [entries["momentum_buffer"] for entries in optimizer.state.values()]
-    assert len(buffers) == (6 if momentum else 0)
-    assert not any(buffer.any() for buffer in buffers)
+    for kind, weight_decay in itertools.product((SGD, SAM), (0.0, 0.1)):  # in one group, or in two
+        optimizer = kind(lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay).build(network())
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        assert (len(optimizer.param_groups), len(weights)) == (2 if weight_decay else 1, 6)
+        for weight in weights:
+            (buffer,) = optimizer.state[weight].values() if momentum else (torch.zeros_like(weight),)
+            assert torch.equal(buffer, torch.zeros_like(weight))
+        assert len(optimizer.state) == (6 if momentum else 0)
 
 
 def test_a_network_of_which_only_the_head_is_trained_has_one_rate_under_layer_decay() -> None:
@@ -350,6 +370,40 @@ def test_sam_without_a_closure_steps_as_sgd_and_leaves_out_what_has_no_gradient(
     moved = [not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
     assert moved[0] != frozen
     assert moved[4]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.5, "decay_all": True}]
+)
+def test_sam_steps_from_where_it_is_with_the_gradient_of_the_worst_weights_nearby(options: dict[str, Any]) -> None:
+    own, rule = network().double(), network().double()
+    images = torch.rand(3, 8, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ours = SAM(lr=0.01, rho=0.5, **options).build(own)
+    momentum, decay = options.get("momentum", 0.9), options.get("weight_decay", 0.0)
+    theirs = torch.optim.SGD(rule.parameters(), 0.01, momentum, 0.0, decay, options.get("nesterov", False))
+    for batch in images:
+
+        @torch.enable_grad()
+        def loss_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(batch).square().sum()
+            loss.backward()
+            return loss
+
+        first = loss_of(rule, theirs)
+        present = [weight.detach().clone() for weight in rule.parameters()]
+        slopes = [weight.grad.clone() for weight in rule.parameters() if weight.grad is not None]
+        length = torch.cat([slope.flatten() for slope in slopes]).norm()
+        with torch.no_grad():
+            for weight, slope in zip(rule.parameters(), slopes, strict=True):
+                weight += 0.5 * slope / length
+            loss_of(rule, theirs)
+            for weight, was in zip(rule.parameters(), present, strict=True):
+                weight.copy_(was)
+        theirs.step()
+        assert ours.step(lambda: loss_of(own, ours)).item() == pytest.approx(first.item(), rel=1e-9)
+        for actual, expected in zip(own.parameters(), rule.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_sam_stands_still_where_there_is_no_slope() -> None:

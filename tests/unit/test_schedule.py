@@ -95,6 +95,14 @@ def test_the_usual_schedules_are_those_of_torch(
     assert rates == pytest.approx(of_torch(scheduler, steps), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("final", [0.2, 1.5])
+@pytest.mark.parametrize("power", [0.5, 1, 3])
+def test_a_polynomial_is_of_the_way_from_the_base_rate_to_its_final_share(power: float, final: float) -> None:
+    rates = of_torch(lambda sgd: lr_scheduler.PolynomialLR(sgd, 100, power))
+    expected = [final + (1 - final) * rate for rate in rates]
+    assert at(Polynomial(power=power, final=final), *range(1, 101)) == pytest.approx(expected, rel=1e-9)
+
+
 def test_an_exponential_is_that_of_torch_in_a_loop_of_epochs() -> None:
     epochs = of_torch(lambda sgd: lr_scheduler.ExponentialLR(sgd, 0.8), 10)
     assert at(Exponential(gamma=0.8), *range(1, 101)) == pytest.approx([rate for rate in epochs for _ in range(10)])

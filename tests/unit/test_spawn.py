@@ -117,9 +117,13 @@ def test_only_a_failure_with_restarts_left_allows_another_attempt(tmp_path: Path
     assert launcher.attempt(Entry(entry), run, can_restart=True) is None
     ranks(None, 70)
     assert isinstance(launcher.attempt(Entry(entry), run, can_restart=True), RankFailed)
-    ranks(None, 70)
-    with pytest.raises(RankFailed, match="rank 1 left with exit code 70 and wrote no error"):
-        launcher.attempt(Entry(entry), run)
+    for end in (launcher.attempt, launcher.run, launcher.launch, Elastic(ranks=2).run, Elastic(ranks=2).launch):
+        ranks(None, 70)
+        with pytest.raises(RankFailed, match="rank 1 left with exit code 70 and wrote no error"):
+            end(Entry(entry), run)
+    ranks(None, 70, None, 71)
+    with pytest.raises(RankFailed, match="rank 1 left with exit code 71 and wrote no error"):
+        Elastic(ranks=2, restarts=1).run(Entry(entry), run)
     ranks(Stopped.exit_code, Stopped.exit_code)
     with pytest.raises(Stopped):
         launcher.attempt(Entry(entry), run, can_restart=True)
@@ -820,6 +824,7 @@ def test_a_forked_rank_has_its_place_and_the_objects_themselves_and_not_the_sock
         def start(self) -> None:
             monkeypatch.setattr(os, "environ", {**variables})
             self.target()
+            assert {*variables} <= {*os.environ}, "what the command has, a rank has"
             places.append(
                 {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
             )
@@ -835,7 +840,9 @@ def test_a_forked_rank_has_its_place_and_the_objects_themselves_and_not_the_sock
     )
     monkeypatch.setattr(spawn, "loopback_server", lambda: listener)
     run, own = RunDir.at(tmp_path / "run"), threading.Lock()  # which no pickle takes
+    before = {**os.environ}
     Spawn(ranks=2).run(Entry(entry, (own, "second")), run)
+    assert {**os.environ} == before, "the command is no rank"
     assert calls == [(Entry(entry).module, run.path, own, "second")] * 2
     assert places == [
         {"RANK": f"{n}", "LOCAL_RANK": f"{n}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for n in (0, 1)
