@@ -59,9 +59,14 @@ def test_products_and_parameters_have_the_formats_of_the_precision(
     with precision.autocast(CPU):
         assert layer(torch.ones(2, 4, dtype=storage)).dtype == products
     assert layer.weight.dtype == storage
-    norm = precision.convert(nn.BatchNorm2d(2))
     wide = torch.float64 if storage == torch.float64 else torch.float32
-    assert (norm.weight.dtype, norm.running_mean.dtype) == (wide, wide), "statistics change by little"
+    norms = nn.BatchNorm2d(2), nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)
+    precision.convert(norms[0])
+    within = precision.convert(nn.Sequential(norms[1], nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2), *norms[2:])))
+    for norm in norms:
+        statistics = norm.running_mean, norm.running_var
+        assert {tensor.dtype for tensor in (*norm.parameters(), *statistics)} == {wide}, "statistics change by little"
+    assert {tensor.dtype for layer in (within[1], within[2][0]) for tensor in layer.parameters()} == {storage}
 
 
 @pytest.mark.parametrize("precision", [FP32(), FP64(), TF32(), BF16()], ids=repr)

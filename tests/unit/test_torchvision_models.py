@@ -1,5 +1,6 @@
 """torchvision's classifiers by name: its networks, its weights, and what does not fit."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,12 @@ def test_images_are_those_of_the_weights() -> None:
 def test_all_weights_were_evaluated_on_a_part_of_a_stored_image() -> None:
     tagged = [name for model in models_of(TORCHVISION) for name in tagged_names(f"{TORCHVISION}.{model}")]
     options = {name: Torchvision(name=name.partition(".")[2]) for name in tagged}
-    assert all(option.name == f"{option.architecture}.{option._weights.name}" for option in options.values())
+    for pretrained in (False, True, "auto"):
+        chosen = [replace(option, pretrained=pretrained) for option in options.values()]
+        assert all(option.name == f"{option.architecture}.{option._weights.name}" for option in chosen)
+        for option in chosen:
+            best = models.get_model_weights(option.architecture).DEFAULT
+            assert replace(option, name=option.architecture)._weights == best
     for option in options.values():
         trained, usual = option.trained_input(), option._weights.transforms()
         assert trained.interpolation == usual.interpolation.value
@@ -143,7 +149,9 @@ def test_options_of_the_user_reach_the_network_but_for_second_heads() -> None:
     assert sketch(Torchvision(name="vit_b_16"), 2, (3, 64, 48)).image_size == 64
     changed = Torchvision(name="vit_b_16", options={"image_size": 96})
     assert sketch(changed, 2, (3, 64, 64)).image_size == 96
-    assert [Torchvision(name="vit_b_16").has_usual_size, changed.has_usual_size] == [True, False]
+    for pretrained in (False, True, "auto"):
+        plain, other = (replace(option, pretrained=pretrained) for option in (Torchvision(name="vit_b_16"), changed))
+        assert (plain.has_usual_size, other.has_usual_size, plain.has_published()) == (True, False, True)
     assert changed.options == {"image_size": 96}, "they stay what they are"
     for options in ({}, {"aux_logits": True}):
         assert sketch(Torchvision(name="inception_v3", options=options), 2, (3, 299, 299)).AuxLogits is None
