@@ -250,10 +250,22 @@ def test_all_scores_that_are_shown_as_the_best_are_bold(
 def test_only_what_differs_is_shown_and_not_what_follows_from_an_option(tmp_path: Path) -> None:
     run(tmp_path / "a", "model=digitnet", "output_root=x", score=1.0)
     run(tmp_path / "b", "model=basicnet", "model.width=32", "optimizer.lr=0.1", "output_root=y", score=2.0)
-    composed = components.read_config(RunDir(tmp_path / "b").composed)
-    composed["model"] |= {"_target_": "lockstep.models.BasicNet", "depth": 3}
-    RunDir(tmp_path / "b").composed.write_text(components.dump(composed))
+    for name, of_model in (("a", {}), ("b", {"_target_": "lockstep.models.BasicNet", "depth": 3})):
+        composed = components.read_config(RunDir(tmp_path / name).composed)
+        composed["model"] |= {**of_model, "head": {"layers": {"first": f"of {name}"}}}
+        RunDir(tmp_path / name).composed.write_text(components.dump(composed))
     assert differing(read_runs(tmp_path)) == ["model", "optimizer.lr"]
+
+
+def test_runs_are_together_if_each_key_has_the_same_value_and_not_if_the_values_are_swapped(tmp_path: Path) -> None:
+    pairs = [*itertools.product(("1", "2"), repeat=2)]
+    jobs: dict[tuple[str, ...], float | None] = {
+        (f"optimizer.lr={lr}", f"batch={batch}"): float(lr + batch) for lr, batch in pairs
+    }
+    rows = groups(read_runs(sweep(tmp_path, jobs).folder))
+    assert [(row["optimizer.lr"], row["batch"], row["score"]) for row in rows] == [
+        (lr, batch, float(lr + batch)) for lr, batch in reversed(pairs)
+    ]
 
 
 def test_an_option_that_a_recipe_has_changed_is_shown(tmp_path: Path) -> None:
@@ -1459,9 +1471,17 @@ def test_figures_of_a_row_have_their_own_mean_and_spread(tmp_path: Path) -> None
 
 
 def test_only_a_value_that_is_the_default_of_a_config_is_one(swept: Ledger, tmp_path: Path) -> None:
-    alone = Run(run(tmp_path / "a", "batch=128", score=1.0))
-    values = {key: (setting(alone, key), setting(alone, key).is_default) for key in ("batch", "seed", "none")}
-    assert values == {"batch": ("128", False), "seed": ("0", True), "none": ("", True)}
+    price = "cost.usd_per_gpu_hour"  # null by default
+    alone = Run(run(tmp_path / "a", "batch=128", f"{price}=2", "loader.workers=auto", score=1.0))
+    keys = ("batch", "seed", "none", price, "loader.workers")
+    values = {key: (setting(alone, key), setting(alone, key).is_default) for key in keys}
+    assert values == {
+        "batch": ("128", False),
+        "seed": ("0", True),
+        "none": ("", True),
+        price: ("2", False),
+        "loader.workers": ("auto", True),
+    }
     waiting = JobRun(swept, Record(number=9, overrides=("seed=0",), folder="009-none"), Monitor())
     assert (setting(waiting, "seed"), setting(waiting, "seed").is_default) == ("0", False), "nothing is known of it"
 

@@ -168,9 +168,11 @@ def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.Captu
     at_step_five.clock.began -= 100  # ten seconds a step
     lines = Lines(PLAN, at_step_five, Monitor())
     assert (lines.step, Bar(PLAN, left(7), Monitor()).step) == (5, 7), "a resume begins where it goes on"
-    lines.evaluated(15, SCORES, None, best=False)
+    for step in (15, 25, 5):
+        lines.evaluated(step, SCORES, None, best=False)
     lines.close()
-    assert "left 1:40" in capsys.readouterr().out
+    times = [line.rpartition("  left ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert times == ["1:40", "0:00", "?"]
 
 
 def test_a_log_point_is_a_line_when_nothing_was_printed_for_a_while(
@@ -582,7 +584,10 @@ def test_ten_seconds_after_a_line_a_log_point_is_another(
 ) -> None:
     lines = Lines(PLAN, left(0), Monitor())
     for seconds, is_shown in ((9.5, False), (0.5, True), (9.5, False), (0.5, True)):
-        passes(seconds)
+        passes(seconds - 0.1)
+        lines.advance(3, time.perf_counter())  # a step shows nothing
+        lines.evaluating(1, 2)
+        passes(0.1)
         lines.window(WINDOW, WINDOW)
         assert bool(capsys.readouterr().out) == is_shown
     lines.close()
@@ -600,6 +605,8 @@ def test_a_silence_is_counted_from_the_last_line_whatever_it_was(
         passes(20)
         if len(waits) == 1:
             lines.evaluated(1, SCORES, None, best=False)
+        if len(waits) == 3:
+            lines.advance(7, time.perf_counter())
         passes(seconds - 20)
         return len(waits) == 4
 
@@ -608,7 +615,10 @@ def test_a_silence_is_counted_from_the_last_line_whatever_it_was(
     assert waits == [30, 20, 30, 30]
     first, *later = capsys.readouterr().out.splitlines()
     assert "val loss" in first
-    assert [re.findall("in step 1 for ([0-9:]+)", line) for line in later] == [["0:50"], ["1:20"]]
+    assert [re.findall("in step ([0-9]+) for ([0-9:]+)", line) for line in later] == [
+        [("1", "0:50")],
+        [("8", "0:10")],
+    ]
 
 
 def test_a_row_of_a_notebook_is_a_line_of_the_log(

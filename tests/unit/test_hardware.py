@@ -345,6 +345,12 @@ def test_the_counters_of_whole_processors_are_found(tmp_path: Path, monkeypatch:
     assert processes.sample(1)["cpu/power_w"] > 0
     assert processes.joules == 3.0
     assert Processes([os.getpid()], counters=[]).joules is None
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    (tmp_path / "intel-rapl:1" / "energy_uj").mkdir()  # as one that only root may read
+    refused = Processes([os.getpid()])
+    assert (refused.joules, "cpu/power_w" in refused.sample(1)) == (None, False), "it does not tell, which is not 0"
+    monkeypatch.setattr(hardware, "RAPL", tmp_path / "none")
+    assert Processes([os.getpid()]).joules is None
 
 
 def test_each_reason_for_which_the_hardware_lowers_the_clocks_is_known(

@@ -1031,6 +1031,11 @@ def test_a_running_job_shows_how_far_it_is(running: JobRun) -> None:
     assert progress.left() == pytest.approx(60, abs=2)
     progress.update(running.record, 0.5)  # the round of a halving ends here
     assert progress.left() == 0
+    for rest, shown in ((', "acc/val_top1": 7', (20, 61.5)), ("0.5}", (20, 61.5)), ("\n", (23, 70.5))):
+        with metrics.open("a") as file:
+            file.write(rest)
+        progress.update(running.record, 1.0)
+        assert (progress.step, progress.best) == shown
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -2325,6 +2330,22 @@ def test_the_best_of_the_live_lines_follows_the_direction(direction: Direction, 
     assert f"  best {best}" in drawn(five)[-1]
 
 
+def test_a_row_of_the_live_lines_is_of_one_job_in_whatever_order_they_began(five: SweepView) -> None:
+    shown = {4: (33, "3/3", 40.5), 3: (17, "2/3", 61.5), 2: (5, "1/3", 7.5)}
+    for number, (step, _, score) in shown.items():
+        record = five.ledger.start(five.records[number])
+        (five.ledger.folder / record.folder).mkdir(exist_ok=True)
+        (five.ledger.folder / record.folder / "summary.json").write_text('{"steps": 40, "steps_per_epoch": 16}')
+        five.started(record)
+        add(JobRun(five.ledger, record, five.monitor), {"step": step, "time": 1085.0, "acc/val_top1": score})
+    for ended in (None, 4, 2):
+        if ended is not None:
+            del shown[ended]
+            five.ended(five.ledger.end(five.records[ended], State.done, objective=9.0))
+        rows = [row.split()[:4] for row in drawn(five)[1:-1]]
+        assert rows == [[str(job), str(job), epoch, f"{score:.2f}"] for job, (_, epoch, score) in shown.items()]
+
+
 def test_a_running_job_shows_few_digits_of_its_settings(five: SweepView) -> None:
     record = five.ledger.write(replace(five.records[3], overrides=("lr=0.004043878", "batch=8")))
     five.started(record)
@@ -2968,7 +2989,9 @@ def test_the_live_lines_of_a_sweep_are_there_on_a_terminal_until_its_end(
 ) -> None:
     events: list[str] = []
     view = SweepView(begun(tmp_path))
-    monkeypatch.setattr("lockstep.sweeps.view.log.has_terminal", lambda: terminal)
+    for name, is_one in (("stdout", terminal), ("stderr", True)):  # a user may read the errors alone
+        monkeypatch.setattr(sys, name, SimpleNamespace(isatty=lambda is_one=is_one: is_one))
+    monkeypatch.setenv("TERM", "xterm")
     for name in ("start", "stop"):
         monkeypatch.setattr(view.live, name, lambda name=name: events.append(name))
 

@@ -79,6 +79,8 @@ def test_a_study_finds_the_best_and_goes_on_where_it_ended(tmp_path: Path) -> No
     study = study_in(tmp_path)
     assert study.best_value > -0.15
     assert study.best_params["kind"] == "a"
+    for trial in study.trials:
+        assert trial.value == launcher.score(trial.params), "the score of its own job"
     sweeper(tmp_path, launcher, n_trials=25).sweep([*LINE])
     assert len(launcher.launched) == 25
     sweeper(tmp_path, launcher, n_trials=27).sweep([*LINE])
@@ -216,6 +218,18 @@ def test_trials_with_the_same_values_each_take_a_place(tmp_path: Path) -> None:
     search.trials, search.at_once = 5, 2
     assert search.ask() == [["x=a"]]
     assert (len(study.trials), search.left, search.ask()) == (2, 3, [])
+
+
+def test_a_job_under_other_words_is_the_same_job_where_the_launcher_says_so(tmp_path: Path) -> None:
+    ledger, study = Ledger(tmp_path), optuna.create_study()
+    search = of_two_trials(ledger, study, optuna.distributions.CategoricalDistribution(["1.0"]), retries=False)
+    search.identify = lambda words: tuple(float(word.partition("=")[2]) for word in words)
+    records = ledger.enter([([f"x={value}"], f"x={value}") for value in ("7", "1e0", "2")])
+    for record, score in zip(records, (70.0, 10.0, 20.0), strict=True):
+        (tmp_path / record.folder).mkdir()
+        ledger.end(record, State.done, objective=score)
+    assert search.ask() == []
+    assert [trial.value for trial in study.trials] == [10.0, 10.0]
 
 
 @pytest.mark.parametrize("objective", ["score", "kwh"])
@@ -468,8 +482,10 @@ def test_a_journal_that_is_cut_behind_any_line_counts_each_trial_once(tmp_path: 
         again = FakePool(copy, lambda job: float(job["x"]))
         sweeper(copy, again, n_trials=3).sweep([*LINE])
         assert again.launched == [], "the ledger knows the jobs"
-        values = [trial.value for trial in study_in(copy).trials if trial.state.name == "COMPLETE"]
+        trials = study_in(copy).trials
+        values = [trial.value for trial in trials if trial.state.name == "COMPLETE"]
         assert values == [float(job[-2].partition("=")[2]) for job in whole.launched]
+        assert {trial.state.name for trial in trials} <= {"COMPLETE", "FAIL"}, "one that was cut has ended too"
 
 
 @pytest.mark.parametrize(

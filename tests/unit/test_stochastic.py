@@ -372,6 +372,16 @@ def test_an_unknown_random_call_repeats_after_a_resume() -> None:
     assert not torch.equal(outputs(model, another, Micro(INDICES, step=3, number=1)), first), "of another seed"
 
 
+def test_a_model_that_is_called_without_keys_draws_as_with_them_also_beside_unknown_numbers() -> None:
+    model, draws = keyed(Calls(lambda x, on: F.dropout(x, 0.5, on) + F.gumbel_softmax(x)))
+    assert isinstance(model, KeyedModel)
+    micro, other = Micro(INDICES, step=3), Micro(INDICES + 1, step=4, epoch=1)
+    with_keys = [outputs(model, draws, of) for of in (micro, other)]
+    for of, expected in zip((micro, other), with_keys, strict=True):
+        draws.set_keys(of)
+        assert torch.equal(model.model(images(of.indices)), expected)
+
+
 class Rooted(nn.Module):
     """Draws in the model itself, in a way that is not known, and counts its passes."""
 
@@ -458,6 +468,28 @@ def test_blank_inputs_have_keys_where_a_model_draws(drops: bool) -> None:
         draws.set_keys(Micro(INDICES))
         seen = torch.ones(7, *SHAPE)
         assert torch.equal(model(seen), draws.keyed(model)(seen, *draws.keys_of(Micro(INDICES))))
+
+
+def test_a_pass_that_was_cut_within_a_layer_changes_no_number_of_the_next_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.is_cut = nn.Dropout(0.5), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(x) if self.is_cut else self.drop(self.drop(x) + 1)
+
+    for depth in (0, 1, 3):
+        inner = Twice()
+        whole: nn.Module = inner
+        for _ in range(depth):
+            whole = nn.Sequential(whole)
+        model, draws = keyed(whole)
+        expected = outputs(model, draws, Micro(INDICES))
+        inner.is_cut = True
+        outputs(model, draws, Micro(INDICES))
+        inner.is_cut = False
+        assert torch.equal(outputs(model, draws, Micro(INDICES)), expected)
 
 
 def test_another_seed_draws_other_numbers() -> None:

@@ -169,6 +169,8 @@ def test_a_stop_names_the_step_at_which_an_earlier_process_has_saved_the_run() -
     assert str(request.error()).startswith("stopped before a step was finished; nothing is lost: rerun the command")
     request.saved = "step 5 of 9"
     assert str(request.error()).startswith("stopped at step 5 of 9, which was saved: rerun the command")
+    request.force = True
+    assert isinstance(request.error(), Interrupted), "the steps since then are lost"
     request.ask("the budget is spent")
     assert (request.requested, request.reason) == (True, "the budget is spent")
 

@@ -374,6 +374,19 @@ def test_the_code_of_a_notebook_is_that_of_the_cells_that_its_classes_name(main:
     assert user_code._code_in([helper, net]) == user_code._code_in([net, helper]), "in any order"
 
 
+def test_the_code_of_a_notebook_has_what_its_functions_name_in_turn_however_deep(main: Any) -> None:
+    deepest = of_program("deepest", "def deepest():\n    return Net\n", "<cell 1>")  # the first one again
+    part = of_program(
+        "Part", "class Part:\n    def size(self):\n        return deepest()\n", "<cell 2>", deepest=deepest
+    )
+    helper = of_program("helper", "def helper():\n    return Part().size()\n", "<cell 3>", Part=part)
+    main.Net = net = of_program(
+        "Net", "class Net:\n    def forward(self):\n        return helper()\n", "<cell 4>", helper=helper
+    )
+    names = {"Net", "helper", "Part", "deepest"}
+    assert [{*user_code._code_in([own])["__main__"].facts["files"]} for own in (net, helper, part)] == [names] * 3
+
+
 def test_classes_of_one_name_in_two_classes_of_a_notebook_are_two(main: Any) -> None:
     source = "class {}:\n    class Part:\n        def size(self):\n            return {}\n"
     sizes = {"One": 8, "Other": 16}

@@ -94,14 +94,23 @@ def test_after_the_first_step_only_a_finished_one_is_a_sign_of_life(use_cpu: Cal
     assert Rank(timeout=20).live(60) == (RankFailed, 20)
     slow = Rank(timeout=20)
     assert slow.live(100, lambda now: now % 19 == 0 and slow.heartbeat())[0] is None
+    for signs in (2, 3, 4):
+        quick = Rank(timeout=20)
+        assert quick.live(100, lambda now: [quick.heartbeat() for _ in range(signs)])[0] is None  # noqa: B023
 
 
 @pytest.mark.usefixtures("use_cpu")
-def test_a_stop_with_nothing_to_save_ends_a_rank_soon() -> None:
-    rank = Rank(timeout=600, begun=False)
-    rank.get(signal.SIGTERM)
-    error, seconds = rank.live(60)
-    assert (error, seconds) == (Stopped, GRACE_S + TICK_S)
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.parametrize(("begun", "seconds"), [(False, GRACE_S + TICK_S), (True, PATIENCE_S + TICK_S)])
+def test_a_stop_ends_a_rank_soon_after_the_first_signal_that_asked_for_it(
+    begun: bool, seconds: float, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda file: None)
+    alone, repeated = Rank(timeout=600, begun=begun), Rank(timeout=600, begun=begun)
+    for rank in (alone, repeated):
+        rank.get(signal.SIGTERM)
+    assert alone.live(60) == (Stopped, seconds)
+    assert repeated.live(60, lambda now: repeated.get(again)) == (Stopped, seconds)
 
 
 @pytest.mark.usefixtures("use_cpu")
