@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import itertools
 import json
 import math
@@ -2373,6 +2374,21 @@ def test_the_live_lines_have_no_thread_and_vanish_and_a_sentence_above_them_is_n
     assert (live["_redirect_stdout"], live["_redirect_stderr"]) == (False, False)
     view.show("job 0  model=[bold]x[/bold]  x[1] failed")
     assert capsys.readouterr().out == "job 0  model=[bold]x[/bold]  x[1] failed\n"
+
+
+def test_a_long_sentence_above_the_live_lines_is_wrapped_between_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    words = [f"word-{number}" for number in range(12)]
+    SweepView(begun(tmp_path)).show(" ".join(words))
+    lines = screen.getvalue().splitlines()
+    assert [word for line in lines for word in line.split()] == words
+    assert max(map(len, lines)) <= 40
 
 
 def test_each_line_of_an_error_names_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

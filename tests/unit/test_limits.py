@@ -99,6 +99,17 @@ def test_the_memory_is_what_the_nearest_limit_leaves(
     assert host.free_memory(rank) == pytest.approx(min(left, free) / 2e9, rel=0.2)
 
 
+@pytest.mark.parametrize("own", ["0::/a", "3:cpu,memory:/a"])
+def test_a_limit_that_cannot_be_read_is_none(own: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    container(monkeypatch, tmp_path, own, {})
+    limits = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us", "memory.max", "memory.high", "memory.current")
+    limits += ("memory.stat", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    for folder in (tmp_path / "a", *(tmp_path / name / "a" for name in ("cpu", "memory"))):
+        for name in limits:
+            (folder / name).mkdir(parents=True)  # no file
+    assert (cores(), memory_left()) == (64, math.inf)
+
+
 @pytest.mark.parametrize(
     ("own", "files", "number"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import linecache
 import pickle
 import sys
@@ -30,7 +31,7 @@ def _own_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def pickler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The library that packs: without cloudpickle it is pickle."""
     if request.param == "pickle":
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "cloudpickle", None)  # as if it was not installed
     else:
         pytest.importorskip("cloudpickle")
     return str(request.param)
@@ -73,6 +74,19 @@ def test_a_rank_has_the_cells_of_the_program_and_looks_last_where_the_program_lo
     assert sys.path == ["/of/the/rank", "/b/of/program", "/a/of/program", program[2]]
 
 
+@pytest.mark.usefixtures("pickler")
+def test_a_rank_imports_the_modules_of_the_objects_from_the_folders_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_the_program.py").write_text("class Own:\n    size = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with packed((importlib.import_module("of_the_program").Own(),)) as (file,):
+        sys.path.remove(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "of_the_program")
+        (own,) = unpacked(Path(file))
+        assert (own.size, type(own).__module__) == (3, "of_the_program")
+
+
 def test_a_function_of_a_cell_keeps_the_name_of_its_cell_and_a_field_without_default_stays_one() -> None:
     pytest.importorskip("cloudpickle")
     function = of_main("double", "def double(x):\n    return 2 * x\n")
@@ -88,7 +102,7 @@ def test_a_function_of_a_cell_keeps_the_name_of_its_cell_and_a_field_without_def
 def test_without_cloudpickle_classes_and_functions_of_a_script_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
     cls = type("Own", (), {"__module__": MAIN})
     function = of_main("Own", "def Own():\n    pass\n")
     says = rf"^Own is of {MAIN}, .* pip install cloudpickle, or move"
