@@ -412,6 +412,17 @@ def test_a_part_that_fails_is_sampled_no_more_and_the_others_go_on(capsys: pytes
     assert HardwareWatch(parts[:2], sink, lambda: 0).joules == 0
     assert HardwareWatch(parts[:1], sink, lambda: 0).joules is None
     assert watching.close() == {"gpu_util": 30.0}
+    followed, left = HardwareWatch(parts, sink, lambda: 0), list[int]()
+    followed.period = 0.0
+
+    def follow() -> None:
+        left.append(len(followed.sampling))
+        if len(left) == 3:
+            followed.done.set()
+
+    followed.sampled = follow
+    followed.run()
+    assert left == [2, 2, 2], "who follows the samples goes on"
 
 
 def test_the_clock_and_the_temperature_are_those_of_the_multiprocessors(
