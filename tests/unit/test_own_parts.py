@@ -175,9 +175,27 @@ class OwnTask(Multiclass):
         return batch.loss(outputs, batch.targets) + {**BESIDE, **APART}[self.beside](outputs + other), outputs
 
 
-def tried(**parts: Any) -> MaskedLoss:
+@dataclass(frozen=True, kw_only=True)
+class TaskOfShares(OwnTask):
+    """A task for mixed targets alone."""
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.targets.shape[1:] == (10,)
+        return super().losses(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOfClasses(OwnTask):
+    """A task for classes alone."""
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.targets.dtype is torch.int64
+        return super().losses(batch)
+
+
+def tried(*words: str, **parts: Any) -> MaskedLoss:
     """The loss of a job, and its task, as a run tries them; the generator is left as it was."""
-    job, state = replace(resolved(*FAKE, "model=digitnet"), **parts), torch.get_rng_state()
+    job, state = replace(resolved(*FAKE, "model=digitnet", *words), **parts), torch.get_rng_state()
     loss = build_loss(job, torch.arange(10), World.solo(), skip=0)
     ready_task(job, card_of(job), loss, World.solo())
     assert torch.equal(torch.get_rng_state(), state)
@@ -190,6 +208,17 @@ def test_a_loss_of_the_whole_batch_is_refused_before_the_first_step(beside: str)
         tried(loss=OwnLoss(beside=beside))
     with pytest.raises(InputError, match=f"task=OwnTask {MIXES}"):
         tried(task=OwnTask(beside=beside))
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [(TaskOfClasses(), ()), (TaskOfShares(), ("train.mixup=0.5",)), (TaskOfShares(), ("train.cutmix=1",))],
+)
+def test_a_task_of_the_whole_batch_is_refused_for_the_targets_that_it_will_get(
+    task: OwnTask, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError, match=rf"task={type(task).__name__} {MIXES}"):
+        tried(*words, task=task)
 
 
 @pytest.mark.parametrize("beside", APART)

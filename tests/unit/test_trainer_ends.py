@@ -79,10 +79,13 @@ def test_the_score_of_the_raw_weights_is_kept_beside_the_score_of_the_average() 
 
 
 def test_a_resume_gives_the_schedule_the_gains_of_the_evaluations_that_had_a_score() -> None:
-    scores = [(1, 3.0), (2, None), (3, float("nan")), (4, 2.0)]
+    scores = [(1, 3.0), (2, None), (3, float("nan")), (4, 3.5)]
     options: dict[str, Any] = {"monitor": Monitor.parse("-loss"), "schedule": Plateau(patience=0, gamma=0.5)}
     trainer = trainer_of(network(), World.solo(), steps=9, progress=Progress(step=4, scores=scores), **options)
-    assert trainer.step.scores == [(1, -3.0), (4, -2.0)]
+    assert trainer.step.scores == [(1, -3.0), (4, -3.5)]
+    for step, rate in ((4, 0.5), (5, 0.25)):  # the loss of step 4 is no better
+        trainer.step.set_learning_rate(step)
+        assert trainer.step.state.optimizer.param_groups[0]["lr"] == rate
 
 
 class Keeping(Silent):

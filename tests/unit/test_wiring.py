@@ -997,6 +997,17 @@ def test_single_examples_are_looked_for_in_the_pieces_of_the_ranks_that_share_a_
     assert (freezing.until, freezing.numbers > 0) == (2, True)
 
 
+@pytest.mark.parametrize("words", [(), ("train.freeze=['1']",), ("train.freeze=['1']", "train.freeze_until=2")])
+def test_the_parameters_of_a_state_count_frozen_ones_and_no_buffers(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)
+    monkeypatch.setattr(DigitNet, "build", lambda *_: nn.Sequential(*layers))
+    state, _ = state_of("model=digitnet", "train.ema=0.5", *words)
+    assert state.parameters == 2 * 64 + 64 * 10 + 10
+    assert layers[1].weight.requires_grad == (not words)
+
+
 def test_a_task_of_a_users_own_may_have_any_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DigitNet, "build", lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(64, 11)))
     monkeypatch.setattr(train_state, "is_ours", lambda cls: not cls.__name__.startswith("Multi"))
