@@ -248,6 +248,23 @@ def test_the_loss_of_a_step_is_the_mean_over_images_for_any_targets(task: str, l
     assert parts.loss_of_step(shard) == pytest.approx(float(function(outputs, shard.labels)))
 
 
+@pytest.mark.parametrize("mix", ["mixup", "cutmix"])
+@pytest.mark.parametrize("whole", [[2], [0, 7], []])
+def test_the_loss_of_a_step_with_mixed_images_counts_no_broken_ones(mix: str, whole: list[int]) -> None:
+    words = ("dataset=fake", "dataset.examples=8", "dataset.classes=3", "dataset.channels=1", "dataset.size=4")
+    words += ("model=linear", "batch=8", "device=cpu", "precision=fp64", "loss=bce", f"train.{mix}=1")
+    parts = build_parts(resolved(*words, "train.micro_batches=3"))
+    parts.loss = replace(parts.loss, tolerates_broken=True)
+    (shard, *_) = parts.transforms.train(parts.loader.train(after=0))
+    labels = shard.labels[whole].clone()
+    shard.known_labels.fill_(IGNORE_INDEX)
+    shard.labels[whole] = labels  # none is beside another, so each stays as it is
+    with torch.no_grad():
+        outputs = parts.model(shard.images[whole])
+    expected = F.binary_cross_entropy_with_logits(outputs, F.one_hot(labels, 3).double()) if whole else 0
+    assert parts.loss_of_step(shard) == pytest.approx(float(expected))
+
+
 @pytest.mark.parametrize("loggers", ["[]", "tensorboard"])
 def test_a_run_whose_loggers_write_no_metrics_jsonl_is_completed(loggers: str, tmp_path: Path) -> None:
     train_here(tmp_path / "run", *JOB, f"logger={loggers}")
