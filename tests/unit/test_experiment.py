@@ -146,6 +146,22 @@ def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPa
     assert state.peak_rate == 2e12 / training_flops(state.model, job.train_shape)
 
 
+def test_a_data_set_that_draws_random_numbers_changes_no_initial_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*JOB[:3], "augment=none", "device=cpu", "optimizer=sgd", "optimizer.lr=1e-30", "seed=5")
+    job = resolved(*words)
+
+    def initial(name: str) -> list[list[float]]:
+        models = [build_parts(job).model.state_dict(), weights(train_here(tmp_path / name, *words))]
+        return [torch.cat([model[name].flatten() for name in sorted(model)]).tolist() for model in models]
+
+    plain = initial("plain")
+    assert plain[0] == plain[1]
+    monkeypatch.setattr(type(job.dataset), "prepare", lambda self: torch.rand(3))
+    assert initial("drawn") == plain
+
+
 def test_one_rank_of_each_machine_prepares_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     job, prepared = resolved("model=linear", "strategy=ddp"), list[type]()
     monkeypatch.setattr(type(job.dataset), "prepare", lambda source: prepared.append(type(source)))

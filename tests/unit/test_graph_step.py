@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_trainer import network, trainer_of
 from torch.optim import Optimizer
 
 from helpers import losses, records, train_here, weights
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.world import World
 from lockstep.models.nets import MaxPoolTo
 from lockstep.training import experiment, graph_step, train_step
 from lockstep.training.graph_step import CudaGraph, GraphStep, reading_rates, unchanged
-from lockstep.training.train_step import set_learning_rate
+from lockstep.training.train_step import StepListener, TrainStep, set_learning_rate
 from tape import Tape
 
 
@@ -85,6 +88,27 @@ def test_a_recorded_step_has_the_bits_of_the_step(
     recorded = run(tmp_path / "recorded", *overrides)
     assert Tape.replays == replays
     assert_same_run(recorded, expected)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_a_replay_has_told_stays_as_it_was_after_later_ones(
+    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_step, "CudaGraph", Tape)
+    told: dict[type[TrainStep], list[Any]] = {}
+    for kind in (TrainStep, GraphStep):
+        trainer = trainer_of(network(), World.solo(), steps=5, micro_batches=micro_batches)
+        step = kind(**{part.name: getattr(trainer.step, part.name) for part in fields(TrainStep)})
+        told[kind] = kept = []
+        step.listener = StepListener(
+            record=lambda loss, logits, micro, images, kept=kept: kept.append((loss, logits, images, micro))
+        )
+        for shard in trainer.transforms.train(trainer.loader.train(after=0)):
+            step.update(shard)
+    assert len(told[GraphStep]) == 5 * micro_batches
+    for expected, actual in zip(told[TrainStep], told[GraphStep], strict=True):
+        tensors = [[*own, micro.images, micro.labels, micro.indices] for *own, micro in (expected, actual)]
+        assert all(map(torch.equal, *tensors))
 
 
 def test_a_recorded_step_of_muon_is_the_step_to_rounding(tmp_path: Path, graphs: Callable[[bool], None]) -> None:

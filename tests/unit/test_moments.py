@@ -240,6 +240,24 @@ def test_a_callback_that_fails_is_named_with_its_line_and_its_moment() -> None:
     assert one.moments == [("step_end", 3)]
 
 
+class Equal(Told):
+    """A callback or a logger that is equal to any other, as one of a dataclass with the same values is."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_of_equal_callbacks_and_loggers_the_one_that_fails_is_named() -> None:
+    parts, run = [Equal(lambda moment, run: [][1]) for _ in range(4)], SimpleNamespace(step=3)
+    callbacks = Callbacks(dict(zip(("one", "two", "three"), parts, strict=False)))
+    names = ["callback one", "callback two", "callback three", "logger Equal"]
+    for part, name in zip(parts, names, strict=True):
+        with pytest.raises(LockstepError, match=rf": {name}: step_end raised IndexError: "):
+            callbacks.call(part, "step_end", run)
+
+
 def test_a_logger_that_fails_beside_callbacks_is_named_with_its_line_and_its_method() -> None:
     class Fails(Observer):
         def write(self, step: int, scalars: Mapping[str, float]) -> None:
