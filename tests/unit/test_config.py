@@ -1,5 +1,6 @@
 """The configuration: how it becomes typed objects, and the message for an invalid one."""
 
+import copy
 import dataclasses
 import enum
 import errno
@@ -8,7 +9,7 @@ import inspect
 import itertools
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from helpers import ROOT, chosen, composed
+from helpers import ROOT, built, chosen, composed
 from lockstep.config import components, composition, extensions, messages, options
 from lockstep.config.composition import VALUE_KEYS, ConfigFiles
 from lockstep.config.hydra_versions import initialize_config_dir
@@ -361,6 +362,26 @@ def test_an_option_has_what_its_group_has_by_default_and_its_own_in_place_of_it(
 class Colour(enum.Enum):
     red = 1
     blue = 2
+
+
+def containers(node: Any) -> Iterator[Any]:
+    """The lists and the mappings in a plain value, and itself if it is one."""
+    if isinstance(node, list | dict):
+        yield node
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from containers(value)
+
+
+def test_what_is_done_to_a_plain_config_changes_no_job() -> None:
+    job = built(
+        "optimizer=timm", "+optimizer.options={a: {b: [1, [2]]}}", "metric=[f1]", "tags=[a]", "train.freeze=[x]"
+    )
+    plain = components.plain(job)
+    before = copy.deepcopy(plain)
+    assert all(part in [*containers(plain)] for part in ([1, [2]], [2], ["a"], ["x"]))
+    for node in [*containers(plain)]:
+        node.append("more") if isinstance(node, list) else node.update(more=1)
+    assert components.plain(job) == before
 
 
 @pytest.mark.usefixtures("_declared_here")

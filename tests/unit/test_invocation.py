@@ -20,9 +20,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.main import get_args_parser
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import open_dict
 
 import lockstep
-from helpers import ROOT, built
+from helpers import ROOT, built, composed
 from lockstep.config import command_line, commands, composition, extensions, help_page, options, suggest
 from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command, typed_strategy
 from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides, jobs_of, without_replaced
@@ -667,14 +668,14 @@ def test_a_command_is_the_program_its_files_and_its_overrides_quoted_for_a_shell
 def test_the_files_of_a_command_are_those_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [("hydra", "pkg://hydra.conf"), ("main", "file:///ours"), ("command-line", "file:///a b/conf")]
     of_line = [SimpleNamespace(provider=provider, path=path) for provider, path in sources]
-    words = ["hydra.job.name=x", "+hydra.searchpath=[/more]", "hydra.searchpath_of_mine=1"]
+    words = ["hydra.job.name=x", "+hydra.searchpath=[/more]", "hydra.searchpath_of_mine=1", "hydra.searchpath=[/b]"]
     hydra = SimpleNamespace(
         runtime=SimpleNamespace(config_sources=of_line),
         job=SimpleNamespace(config_name="mine"),
         overrides=SimpleNamespace(hydra=words),
     )
     monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
-    assert ConfigFiles.current() == ConfigFiles(name="mine", folder="/a b/conf", searchpath=(words[1],))
+    assert ConfigFiles.current() == ConfigFiles(name="mine", folder="/a b/conf", searchpath=(words[1], words[3]))
     hydra.runtime.config_sources = of_line[:2]
     assert ConfigFiles.current().folder == ""
 
@@ -715,6 +716,19 @@ def test_a_reference_of_a_line_has_its_value_in_the_words_of_the_job(word: str) 
     job = invoked("batch=32", "model=linear", word)
     assert [*job.overrides] == ["name=test", "batch=32", "model=linear", *REFERENCES[word]]
     assert job.own_words == ("name=test", "batch=32", "model=linear")
+
+
+def test_the_config_of_a_command_has_no_keys_that_a_recipe_sets_for_another_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["name=test", "hydra.mode=RUN", "experiment=photos", "dataset=fake", "batch=4", "model=linear"]
+    with initialize_config_dir(str(ROOT / "conf")):
+        config = compose("config", overrides=words, return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    with open_dict(config):
+        del config["hydra"]  # as Hydra gives it to a job
+    assert {*composition.of_command(config)["model"]} == {*composed("model=linear")["model"]}
+    assert "experiment=photos sets model.pretrained: not for model=linear" in capsys.readouterr().err
 
 
 def test_a_reference_to_all_keys_of_a_block_stays_as_it_is() -> None:

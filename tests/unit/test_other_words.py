@@ -470,8 +470,9 @@ def test_a_folder_of_the_home_is_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("length", [199, 200, 201])
 def test_the_reason_of_a_config_that_cannot_be_composed_is_one_line_of_at_most_200_letters(length: int) -> None:
-    text = str(messages.unreadable(ValueError("x" * length)))
-    shown_reason = "x" * length if length <= 200 else f"{'x' * 197}..."
+    reason = "".join(chr(ord("a") + number % 26) for number in range(length))
+    text = str(messages.unreadable(ValueError(reason)))
+    shown_reason = reason if length <= 200 else f"{reason[:197]}..."
     assert text.startswith(f"the config cannot be composed (ValueError: {shown_reason}); look at the values")
     assert text.endswith("HYDRA_FULL_ERROR=1 shows where")
     assert "(KeyError: 'a b')" in str(messages.unreadable(KeyError("a b")))

@@ -258,6 +258,7 @@ def test_a_value_is_one_line_of_yaml_and_a_comment_stands_beside_it_if_the_line_
         "null",
         "a b",
         "x" * 300,
+        "a few words " * 80 + "end",
         "a: b",
         "#",
         1e-5,

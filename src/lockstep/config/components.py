@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -162,7 +163,7 @@ def plain(job: Job) -> dict[str, Any]:
         if key in MANY:
             values[key] = {name: node(component) for name, component in value.items()}
         else:
-            values[key] = node(value) if key in GROUPS else _values(value) if key in BLOCKS else value
+            values[key] = node(value) if key in GROUPS else _values(value) if key in BLOCKS else copy.copy(value)
     return values
 
 
