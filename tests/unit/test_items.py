@@ -94,7 +94,8 @@ def test_grey_and_binary_images_and_transparent_ones_are_read_as_files_are() -> 
     np.testing.assert_array_equal(pixels_of(grey.convert("1"))[..., 0], np.array(grey.convert("1")) * np.uint8(255))
     assert option(Photos(lambda image: grey_of(image).convert("1")), Photos()).image_shape == (1, SIDE, SIDE)
     assert set(np.unique(pixels_of(np.array(grey) > 100))) == {0, 255}
-    assert pixels_of(Image.new("RGBA", (2, 2), (0, 0, 0, 0))).tolist() == [[[255] * 3] * 2] * 2
+    for mode, black in (("RGBA", (0, 0, 0, 0)), ("LA", (0, 0))):
+        assert pixels_of(Image.new(mode, (2, 2), black)).tolist() == [[[255] * 3] * 2] * 2
     pixels = torch.from_numpy(IMAGES[0]).permute(2, 0, 1) / 255
     np.testing.assert_array_equal(pixels_of(pixels.requires_grad_()), IMAGES[0])
     of_colours = option(Photos(), Photos(), channels=1).train().fetch([1])

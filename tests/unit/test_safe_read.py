@@ -237,6 +237,7 @@ def test_every_kind_of_file_has_a_name() -> None:
 
 def test_a_path_that_nobody_may_look_at_is_no_plain_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "file").touch()
+    assert not safe_read.is_plain(tmp_path / ("x" * 300)), "no system takes such a name"
     assert [safe_read.is_plain(path) for path in (file, tmp_path, tmp_path / "none", file / "x")] == [
         True,
         *[False] * 3,

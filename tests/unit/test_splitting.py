@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import os
 import re
 import shutil
 import tarfile
@@ -586,6 +587,8 @@ def test_the_first_group_of_a_pattern_or_all_of_it_names_a_group_anywhere_in_a_n
             files.grouped(pattern)
         return
     assert files.grouped(pattern).groups.tolist() == [group.encode() for group in groups]  # type: ignore[union-attr]
+    of_bytes = files_of(*(os.fsdecode(b"x/\xff" + name[2:]) for name in files.keys.tolist())).grouped(pattern)
+    assert of_bytes.groups.tolist() == [group.encode() for group in groups], "of names that are no text"  # type: ignore[union-attr]
     of_column = files_of("a", "b", "c", groups=files.keys).grouped(pattern)
     assert of_column.groups.tolist() == [group.encode() for group in groups], "of the groups of a column"  # type: ignore[union-attr]
 
