@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -172,6 +173,26 @@ def test_one_photo_is_predicted_at_a_time(server: DemoServer) -> None:
 
     assert len({*asyncio.run(several())}) == 1
     assert (len(server.predictor.seen), server.predictor.most) == (8, 1)  # type: ignore[attr-defined]
+
+
+def test_the_page_is_answered_while_a_photo_is_predicted(server: DemoServer) -> None:
+    answered, in_time = threading.Event(), list[bool]()
+
+    async def receive() -> dict[str, Any]:
+        return {"body": b"photo"}
+
+    async def both() -> None:
+        photo = server.respond("POST /predict", {"origin": server.url[:-1]}, receive)
+        await asyncio.gather(photo, page())
+
+    async def page() -> None:
+        await server.respond("GET /model", {}, receive)
+        answered.set()
+
+    predict = server.predictor.predict
+    server.predictor.predict = lambda photo: in_time.append(answered.wait(5)) or predict(photo)  # type: ignore[method-assign, func-returns-value]
+    asyncio.run(both())
+    assert in_time == [True]
 
 
 def test_the_command_serves_the_weights_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

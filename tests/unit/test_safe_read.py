@@ -297,6 +297,11 @@ def test_files_that_name_each_class_may_be_longer_than_a_text(tmp_path: Path) ->
     assert Predictions.read(tmp_path / "validation.json").names == predictions.names
 
 
+def test_a_text_has_its_own_line_ends(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_bytes(b"\r\n one\r\ntwo \n\xc3\xa9\r\n\r")
+    assert read_text(file) == "\r\n one\r\ntwo \n\u00e9\r\n\r"
+
+
 def test_what_is_no_text_is_told_by_its_first_byte_and_a_name_without_its_end(tmp_path: Path) -> None:
     (file := tmp_path / "file").write_bytes(b"a" * 1234 + b"\xff\xfe")
     with pytest.raises(UnreadableFile, match=r"is not UTF-8 text \(byte 1,234\)"):
