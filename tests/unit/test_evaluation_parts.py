@@ -527,6 +527,8 @@ def test_the_data_of_a_run_are_those_of_its_job_and_nothing_is_fetched(
         (["dataset=mnist", "dataset.limit=7", "data_root=/theirs"], ["dataset.fold=null"], "/theirs", 7, False),
         (["dataset=mnist", "dataset.limit=7", "data_root=/theirs"], ["data_root=mine"], "mine", 7, True),
         (["dataset=mnist", "dataset.limit=7"], ["dataset.limit=5"], "data", 5, True),
+        (["experiment=mnist_tutorial", "data_root=/theirs"], ["dataset.limit=5"], "/theirs", 5, False),
+        (["experiment=digits_resnet50d", "data_root=/theirs"], ["dataset=mnist"], "/theirs", None, False),
         (["dataset=digits", "data_root=/theirs"], ["dataset=mnist"], "/theirs", None, False),
         (["dataset=fake", "dataset.classes=3"], ["dataset=mnist"], "data", None, True),
         (None, ["dataset=mnist", "dataset.limit=5"], "data", 5, True),
