@@ -995,6 +995,21 @@ def test_arrays_and_tensors_of_the_right_shape_are_not_changed_and_have_their_ch
     assert not copied.any(), "it has a copy of the array"
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_arrays_and_tensors_of_the_right_sides_get_the_channels_of_the_model(channels: int) -> None:
+    how = replace(Digits().preprocessing, image_shape=(channels, 6, 7), input_shape=(channels, 6, 7))
+    colours = np.random.default_rng(0).integers(0, 256, (6, 7, 3), dtype=np.uint8)
+    grey = np.array(Image.fromarray(colours).convert("L"))[..., None]
+    for array, expected in ((colours, colours if channels == 3 else grey), (grey, grey.repeat(channels, 2))):
+        tensor = torch.from_numpy(expected).permute(2, 0, 1)
+        for image in (array, torch.from_numpy(array).permute(2, 0, 1)):
+            assert torch.equal(stored_image(image, how), tensor)
+    for number in (2, 4, 5):
+        other = colours[..., :1].repeat(number, 2)
+        with pytest.raises(InputError, match=f"^an image has {number} channels, expected 1 or 3"):
+            stored_image(other, how)
+
+
 @pytest.mark.parametrize("error", [StorageError("the disk is gone"), MemoryError("much"), OSError(5, "Input/output")])
 @pytest.mark.parametrize("image", ["a.png", b"bytes"], ids=str)
 def test_why_an_image_cannot_be_read_is_said_with_its_name(

@@ -83,6 +83,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "t10k"):
         (raw / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 0x803, 10, 28, 28) + bytes(7840))
         (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, 10) + bytes(10))
+    (root / "data").symlink_to(root)
     return root
 
 
@@ -109,6 +110,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     ),
     "a packed data set": ("manifest.json", lambda root: Packed(path=str(root / "packed")).train()),
     "MNIST": ("train-images-idx3-ubyte", lambda root: MNIST(root=str(root)).prepare()),
+    "a folder of torchvision": ("data", lambda root: MNIST(root=str(root / "data")).prepare()),
     "a photo to predict": (
         "0.png",
         lambda root: stored_image(next((root / "photos").rglob("*0.png")), preprocessing(8, 8)),
