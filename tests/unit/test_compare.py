@@ -422,6 +422,13 @@ def test_code_that_one_of_two_runs_did_not_record_is_no_cause(
     assert re.findall(r"^the .*$", table(capsys), re.MULTILINE) == expected
 
 
+def test_a_run_that_used_no_code_of_its_extensions_has_recorded_that(tmp_path: Path, capsys: CAPSYS) -> None:
+    for name in "ab":
+        run(tmp_path / name, extensions=["mine"], code={}, earlier_code=[])
+    compare([str(tmp_path / "a"), str(tmp_path / "b")], by=[], sort=None, form="table")
+    assert re.findall(r"^the .*$", table(capsys), re.MULTILINE)[0].startswith("the same run: nothing differs")
+
+
 @pytest.fixture
 def rates(tmp_path: Path) -> Path:
     """Runs of two rates, the default and one with many digits, with two seeds each and a loss."""
@@ -1552,9 +1559,10 @@ def test_a_pruned_run_may_be_resumed_and_a_job_has_the_short_path_of_its_sweep(
     swept: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run(tmp_path / "pruned", status="pruned")
-    listing("pruned")(tmp_path)
-    assert "lockstep train resume=pruned\n" in table(capsys)
+    for status, may_go_on in (("pruned", True), ("stopped", True), ("failed", False), ("completed", False)):
+        run(tmp_path / status, status=status)
+        listing(status)(tmp_path)
+        assert (f"lockstep train resume={status}\n" in table(capsys)) == may_go_on
     listing(swept.records()[3].folder)(swept.folder)
     shown = table(capsys)
     assert re.findall(r"lockstep .*", shown) == ["lockstep report outputs/sweeps/one/3"]
