@@ -74,6 +74,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.feed(path.read_text())
         self.text = " ".join(self.texts)
+        self.is_loaded_again = any((of.get("http-equiv") or "").lower() == "refresh" for _, of in self.tags)
 
     def handle_data(self, data: str) -> None:
         self.texts.append(" ".join(data.split()))
@@ -143,6 +144,7 @@ def test_a_page_runs_its_own_script_alone_and_loads_nothing(run: RunDir) -> None
     assert all(address.startswith("data:image/") for address in page.addresses())
     assert "http" not in run.report.read_text().replace("http-equiv", "")
     assert any("default-src 'none'" in (of.get("content") or "") for _, of in page.tags)
+    assert not page.is_loaded_again, "nothing changes a report"
 
 
 def test_every_text_of_a_run_is_escaped(run: RunDir) -> None:
@@ -461,6 +463,7 @@ def test_the_page_of_a_sweep_compares_its_jobs_and_leads_to_them(sweep: Ledger) 
     assert len(links) == 4
     written = [RunDir(sweep.folder / record.folder).report.is_file() for record in sweep.records()]
     assert written == [True, True, False, False], "a job without a folder has no page"
+    assert not page.is_loaded_again
     pages = [link for link in links if link.endswith("report.html")]
     assert len(pages) == 2
     assert all(set(link) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-.%/_ABCDEF"} for link in links)
