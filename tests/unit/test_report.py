@@ -1089,6 +1089,10 @@ def test_control_characters_are_shown_and_secrets_of_addresses_are_not() -> None
     )
     assert "pw12345" not in shown
     assert 'http-equiv="refresh"' not in shown
+    pairs = [("a", 0), ("b", 0.0), ("c", None), ("d", ""), ("e", 7), ("f", False)]
+    shown = rendered("run.html", refresh=None, **{**facts_of(Run(Path("nowhere"))), "summary": pairs})
+    cells = dict(re.findall(r"<td>([a-f])</td><td>(.*?)</td>", shown))
+    assert cells == {"a": "0", "b": "0.0", "c": "", "d": "", "e": "7", "f": "False"}, "only what is unknown is empty"
     assert [number(value, ".3g", " kWh", "<") for value in (1.0, 0, None, "1", True)] == [
         "<1 kWh",
         "<0 kWh",
