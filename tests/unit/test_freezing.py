@@ -29,7 +29,9 @@ RUN = (*RUN, "train.eval_every=100%", "checkpoint.every=100%")
 )
 def test_a_pattern_freezes_layers_with_all_in_them(patterns: list[str], trained: set[str]) -> None:
     model = timm.create_model("resnet18")
+    model.layer1[0].conv2.requires_grad_(False)  # by the model itself
     freeze_for_good(model, frozen_names(model, patterns))
+    assert not model.layer1[0].conv2.weight.requires_grad
     training = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert {name.partition(".")[0] for name in training} == trained
     for optimizer in (SGD(weight_decay=0.1), AdamW(layer_decay=0.5)):

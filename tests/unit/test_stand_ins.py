@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import partial
 from typing import Any
 
@@ -147,9 +148,19 @@ def test_an_object_that_only_its_program_has_is_asked_for_again_with_all_others(
         'has them; give them again: lockstep.train(["resume=RUN"], model=Net(...), loss=my_loss), or '
         "lockstep.load(RUN, model=Net(...))"
     )
-    for use in (MODEL.check, lambda: MODEL.build(2, (1, 8, 8)), lambda: LOSS.build(2, torch.zeros(1))):
-        with pytest.raises(InputError, match="an object that a program gave"):
-            use()
+    data = DatasetObject(type="Scans", module="own")
+    uses: dict[tuple[str, Any], list[Any]] = {
+        ("model", MODEL): [MODEL.check, lambda: MODEL.build(2, (1, 8, 8))],
+        ("loss", LOSS): [lambda: LOSS.build(2, torch.zeros(1))],
+        ("dataset", data): [data.train_dataset, data.val_dataset, data.test_dataset, lambda: data.place],
+    }
+    for (group, part), calls in uses.items():
+        sentence = refused({group: part})
+        assert sentence.startswith(f"{group} is {part.type} of own, an object")
+        assert ("lockstep.load" in sentence) == (group == "model"), "which loads a model alone"
+        for call in calls:
+            with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+                call()
 
 
 def refused(parts: dict[str, Any]) -> str:
