@@ -145,6 +145,7 @@ BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
     "a sum over the batch": lambda logits: 0.05 * logits.var(0).sum().expand(len(logits)),
     "a share of the batch": lambda logits: logits.square().sum(1) / len(logits),
     "the order": lambda logits: logits[:, 0].argsort().float(),
+    "a sum beside what is no number": lambda logits: logits[:, 0].log() + logits.square().sum(),
 }
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda logits: logits[:, 0] * 0,
@@ -254,7 +255,7 @@ def test_a_task_with_a_network_whose_outputs_are_not_known_is_not_tried(monkeypa
 
 
 class Dense(nn.Module):
-    """A network that keeps the shape of its images, with an output for each of their columns."""
+    """A network that keeps the shape of its images, with an output for each of their columns, in training alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +263,7 @@ class Dense(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         self.shapes.append(images.shape)
-        return images.mean((1, 2))
+        return images.mean((1, 2) if self.training else (1, 2, 3))
 
 
 @pytest.mark.numerics
@@ -271,7 +272,7 @@ def test_a_task_is_tried_on_images_of_the_size_and_the_format_of_the_training(
 ) -> None:
     words = ("model=test_resnet", "dataset=fake", "dataset.size=16", "train.size=[32,24]", "augment=standard")
     job = replace(resolved(*words, "precision=fp64"), task=OwnTask(beside="nothing"))
-    network, checked = Dense(), list[Any]()
+    network, checked = Dense().eval(), list[Any]()
     monkeypatch.setattr(own_losses, "sketch", lambda *parts: network)
     monkeypatch.setattr(own_losses, "check_apart", lambda *parts: checked.extend(parts))
     monkeypatch.setattr(OwnTask, "losses", lambda self, batch: (batch.network(batch.images), None))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -123,12 +125,24 @@ def test_what_no_group_has_or_a_word_chooses_too_is_refused(
         in_words(values, words)
 
 
+class Colour(Enum):
+    red = "r"
+    blue = "b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coloured(CrossEntropy):
+    colour: Colour = Colour.red
+
+
 def test_an_option_is_told_by_the_values_that_are_not_its_defaults() -> None:
     assert changed_words("model", DigitNet()) == []
     assert changed_words("model", DigitNet(width=8)) == ["model.width=8"]
     assert changed_words("optimizer", SGD(lr=0.5, weight_decay=0.0)) == ["optimizer.lr=0.5"]
     assert changed_words("precision", BF16()) == []
     assert changed_words("loss", CrossEntropy(class_weights=[1.0, 2.0])) == ["loss.class_weights=[1.0, 2.0]"]
+    assert changed_words("loss", Coloured()) == []
+    assert changed_words("loss", Coloured(colour=Colour.blue)) == ["loss.colour=blue"]
 
 
 MODEL = ModelObject(type="Net", module="own")
@@ -187,6 +201,7 @@ def test_a_model_of_a_program_is_built_on_the_device_that_is_asked_for() -> None
 def test_a_loss_that_is_a_function_is_called_with_logits_and_targets_in_their_order() -> None:
     loss = LossObject(original=lambda logits, targets: logits[:, 0] - targets).build(2, torch.zeros(1))
     assert loss(torch.tensor([[3.0, 9.0]]), torch.tensor([1])).tolist() == [2]
+    assert loss(torch.tensor([[3.0, 9.0]]), torch.tensor([[0.25, 0.75]])).tolist() == [[2.75, 2.25]], "shares, too"
 
 
 def datasets(*parts: Any, **options: Any) -> DatasetObject:
@@ -198,11 +213,14 @@ def test_the_datasets_of_a_program_are_those_to_train_on_to_evaluate_and_to_test
     three = datasets(IMAGES, other, third, labels=["dark", "bright"])
     assert [three.train_dataset(), three.val_dataset(), three.test_dataset()] == [IMAGES, other, third]
     assert [*three.names] == ["dark", "bright"]
-    assert [*datasets(IMAGES, other).names] == []
+    two = datasets(IMAGES, other)
+    assert ([*two.names], two.test_dataset(), datasets(IMAGES).val_dataset()) == ([], None, None)
     places = {datasets(IMAGES, other).place, datasets(other, IMAGES).place, datasets(IMAGES, third).place}
     assert len({*places, datasets(IMAGES, other).place}) == 3, "what was read of one is not taken for another"
     usual, own = datasets(IMAGES, other), datasets(IMAGES, other, channel_mean=[0.25], channel_std=[0.5])
     assert (own.mean, own.std) == ((0.25,), (0.5,))
+    black = datasets(IMAGES, other, channel_mean=[0.0], channel_std=[1e-6])
+    assert (black.mean, black.std) == ((0.0,), (1e-6,))
     assert (usual.mean, usual.std) == (pytest.approx([0.449], abs=1e-3), pytest.approx([0.226], abs=1e-3))
     with pytest.raises(InputError, match=r"dataset\.fold"):
         datasets(IMAGES, fold=1)
