@@ -102,9 +102,14 @@ def test_four_epochs_are_enough_for_patience_and_a_run_in_steps_has_none(missing
     assert chosen("steps=500", images=80).train.patience is None
 
 
-def test_layers_that_are_named_beside_auto_are_frozen_too(missing: str) -> None:
-    names = ["conv1", *["backbone"] * (not missing)]
-    assert chosen("train.freeze=[auto,conv1]", images=80).train.freeze == names
+@pytest.mark.parametrize(
+    "layers", ["auto,conv1", "conv1,auto", "conv1,auto,layer1,layer2", "layer1,conv1,auto", "auto"]
+)
+def test_layers_that_are_named_beside_auto_are_frozen_too(missing: str, layers: str) -> None:
+    train = chosen(f"train.freeze=[{layers}]", images=80).train
+    named = [name for name in layers.split(",") if name != "auto"]
+    assert train.freeze == [*named, *["backbone"] * (not missing)]
+    assert train.freeze_until == ("10%" if train.freeze else None)
 
 
 @pytest.mark.parametrize(("images", "epochs", "mixup"), [(4_999, 20, 0), (19_999, 10, 0), (20_001, 10, 0.1)])
