@@ -304,7 +304,8 @@ def test_a_notebook_shows_a_result_as_three_lines_and_a_table_with_curves(run: R
     html = result._repr_html_()
     cells = re.sub(r"(<[^>]*>|\s)+", " ", html.partition("<style>")[0])
     assert cells.endswith(f" folder {run.path} weights {run.weights} ")
-    assert html.count("<svg") == 2
+    assert re.findall(r'<svg [^>]*aria-label="(.*?)"', html) == ["Loss", "Accuracy, %"]
+    assert len(page_of(run).titles()) > 2
     assert "on 355 images, digitnet" in html
     assert "<script" not in html
 
