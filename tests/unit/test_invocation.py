@@ -30,7 +30,7 @@ from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_ove
 from lockstep.config.extensions import Extension
 from lockstep.config.hydra_versions import IS_13, initialize_config_dir
 from lockstep.config.recipes import ChosenFiles, words_for_hydra
-from lockstep.config.schema import GLOBAL, GROUPS
+from lockstep.config.schema import BLOCKS, GLOBAL, GROUPS
 from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, SHELL, personal_values
 from lockstep.core.run_dir import RunDir, relative
@@ -803,7 +803,8 @@ def test_a_run_is_composed_again_from_the_files_of_its_command(monkeypatch: pyte
         composition.recompose(run, ("seed=2",), files)
     with pytest.raises(InputError, match="no more of it"):
         composition.overrides_that_fit(run, ["model=basicnet", "seed=2"], files)
-    assert composition.overrides_that_fit(run, ["seed=2"], files) == run
+    for word in ("seed=2", "model={width: 3}", "optimizer.lr=1", *(f"{block}={{key: 1}}" for block in BLOCKS)):
+        assert composition.overrides_that_fit(run, [word], files) == run, "no other option"
     assert composed_from == [
         ("mine", ["hydra.searchpath=[/more]", *run, "seed=2"], True),
         ("mine", ["hydra.searchpath=[/more]", "model=linear"], False),
@@ -842,6 +843,7 @@ def test_a_job_is_no_sweep_and_its_config_has_no_reference_that_was_escaped() ->
         composition.composed(["name=x", "hydra.mode=MULTIRUN"])
     with pytest.raises(InputError, match=r"^'hydra\.job\.chdir=true': a job stays in the folder of its command; rem"):
         composition.composed(["name=x", "hydra.job.chdir=true"])
+    assert composition.composed(["name=x", "hydra.sweep.dir=there", "hydra.sweep.subdir=0"])["name"] == "x"
     plain = composition.composed(["name=x", "train.sizes={0: 16, 2: [8,16]}", "tags=[a]"])
     assert plain["train"]["sizes"] == {"0": 16, "2": [8, 16]}
     assert "hydra" not in plain

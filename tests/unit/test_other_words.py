@@ -9,8 +9,8 @@ import pytest
 from hydra.errors import HydraException
 from hydra.main import get_args_parser
 
-from helpers import composed
-from lockstep.config import command_line, components, messages
+from helpers import chosen, composed
+from lockstep.config import command_line, components, messages, suggest
 from lockstep.config.other_words import ABSENT, KEYS, VALUE_WORDS
 from lockstep.config.schema import GROUPS
 from lockstep.config.suggest import (
@@ -310,6 +310,40 @@ def test_a_proposed_key_has_the_value_that_was_typed_for_it(
     monkeypatch.setattr("sys.argv", ["train.py", typed])
     sentence = messages._no_such_key(key, ["train.mixup", "train.cutmix", "epochs"])
     assert sentence == f"{key}: there is no such key in the config. Did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "meant"),
+    [
+        (("metric=[f1]", "metric.f1.avrage=x"), "metric.f1.avrage", "Did you mean 'metric.f1.average'?"),
+        (
+            ("callback=[agc]", "callback.agc.cliping=1"),
+            "callback.agc.cliping",
+            "Did you mean 'callback.agc.clipping'?",
+        ),
+        (("metric=[f1]", "metric.f2.average=x"), "metric.f2", "metric has f1."),
+        (
+            ("optimizer=timm", "+optimizer.options={a: {beta: 1}}", "optimizer.options.a.bet=2"),
+            *("optimizer.options.a.bet", "Did you mean 'optimizer.options.a.beta'?"),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_key_deep_in_a_config_is_proposed_whole(words: tuple[str, ...], key: str, meant: str) -> None:
+    with pytest.raises(HydraException) as caught:
+        chosen(*words)
+    assert str(messages.translate(caught.value)) == f"{key}: there is no such key in the config. {meant}"
+
+
+def test_a_proposal_has_no_target_the_value_that_was_typed_and_a_note_about_the_batch() -> None:
+    names = ["model._target_", "model.width", "train.mixup"]
+    assert suggest.suggest_key("model.zzz", "3", names) == " model has width."
+    values = {None: "'train.mixup'", "": "train.mixup=", "0": "train.mixup=0", "a b": "'train.mixup=a b'"}
+    for value, proposal in values.items():
+        assert suggest.suggest_key("train.mixpu", value, names) == f" Did you mean {proposal}?"
+    note = " (batch counts the images of all devices)"
+    proposals = {"batch=8": note, "epochs=3 batch=8": note, "epochs=3": ""}
+    assert {proposal: suggest.size_note(proposal) for proposal in proposals} == proposals
 
 
 def test_a_word_without_a_counterpart_has_a_sentence() -> None:

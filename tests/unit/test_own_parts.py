@@ -1,5 +1,6 @@
 """What a network or an optimizer of a user's own says of itself, and what is said where it does not."""
 
+import ast
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 import torch
+from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +19,7 @@ from helpers import FAKE, built, resolved
 from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError, shown
 from lockstep.core.figures import check_declared, check_figures, figures_of, is_of_option
-from lockstep.core.model import UpdateScope, blocks, head_parameters
+from lockstep.core.model import UpdateScope, blocks, head_parameters, how_to_group
 from lockstep.core.model_card import CLASSES, ModelCard
 from lockstep.core.observer import TrainingRun
 from lockstep.core.protocols import Loss
@@ -71,6 +73,9 @@ def test_the_groups_of_a_network_are_its_layers_wherever_layers_are_needed() -> 
     assert [group["weight_decay"] for group in groups if group["scale"] == 0.125] == [0]
     assert [*blocks(model)] == [*model.body]
     assert head_parameters(model) == ("head.weight", "head.bias")
+    model.head_norm = nn.LayerNorm(4)
+    assert head_parameters(model) == ("head.weight", "head.bias"), "its name only begins like the head's"
+    del model.head_norm
     assert not any(name.startswith("head") for name in frozen_names(model, ["backbone"]))
     recompute_blocks(model)
     model(torch.ones(3, 4, 4)).sum().backward()
@@ -82,6 +87,14 @@ def test_a_network_without_groups_is_told_which_method_to_define() -> None:
         AdamW(layer_decay=0.5).groups(Bare())
     with pytest.raises(InputError, match=says):
         recompute_blocks(Bare())
+    advised = re.search(r"{.*}", how_to_group(Bare()))
+    assert advised is not None
+    model: Any = nn.ModuleDict(
+        {"stem": nn.Linear(2, 2), "blocks": nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))}
+    )
+    layers = group_parameters(model, ast.literal_eval(advised[0]), reverse=True)
+    names = ["stem", *(f"blocks.{number}" for number in range(12))]
+    assert [layers[f"{name}.weight"] for name in names] == [layers[f"{name}.bias"] for name in names] == [*range(13)]
 
 
 class Undeclared(OptimizerOption):

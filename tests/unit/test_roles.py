@@ -113,6 +113,21 @@ def test_a_key_that_no_longer_exists_makes_another_run() -> None:
     assert {role_of(key) for key in gone} == {Role.identity}
 
 
+def test_a_key_of_an_option_whose_package_is_not_here_has_the_role_of_its_name() -> None:
+    config = {group: {"_target_": "gone.Mine", "key": 1} for group in ("model", "strategy", "schedule", "logger")}
+    for group in ("model", "schedule"):
+        assert role_of(f"{group}.key", config) is role_of(group, config) is role_of(group)
+    assert role_of("strategy.key", config) is Role.identity, "what it changes is not known"
+    assert identity_of({"model": config["model"]}) == {"model._target_": "gone.Mine", "model.key": 1}
+
+
+def test_the_choice_of_an_option_has_the_role_of_its_group_whatever_roles_its_keys_have() -> None:
+    others = {"schedule": Role.schedule, "logger": Role.display, "strategy": Role.rounding, "loader": Role.rounding}
+    makes = {group for group in GROUPS if role_of(group) is Role.identity}
+    assert makes == {"model", "dataset", "task", "augment", "precision", "optimizer", "loss", "metric", "callback"}
+    assert {group: role_of(group) for group in others} == others
+
+
 def test_a_strategy_makes_no_other_run_unless_it_changes_more_than_the_order_of_sums() -> None:
     plain = composed()
     same = [composed(f"strategy={name}") for name in ("single", "ddp", "fsdp", "pipeline")]
