@@ -811,6 +811,16 @@ def test_a_run_is_composed_again_from_the_files_of_its_command(monkeypatch: pyte
     ]
 
 
+def test_of_an_earlier_command_the_keys_go_that_another_option_lacks_and_none_whose_name_begins_alike() -> None:
+    stored = ["launcher=slurm", "launcher.time=2h", "launcher.timeout=600", "+launcher.sbatch.qos=high", "seed=1"]
+    left = ["launcher=slurm", "launcher.timeout=600", "seed=1"]
+    with initialize_config_dir(str(ROOT / "conf")):
+        assert composition.overrides_that_fit(stored, ["launcher=spawn"], ConfigFiles()) == left
+        assert composition.overrides_that_fit(stored, ["model=linear"], ConfigFiles()) == stored
+        removed = ["~seed", *stored]
+        assert composition.overrides_that_fit(removed, ["launcher=spawn", "seed=2"], ConfigFiles()) == left
+
+
 def test_of_earlier_words_those_go_whose_option_or_key_is_chosen_anew() -> None:
     earlier = [
         "model=linear",
