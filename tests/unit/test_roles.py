@@ -122,10 +122,10 @@ def test_a_key_of_an_option_whose_package_is_not_here_has_the_role_of_its_name()
 
 
 def test_the_choice_of_an_option_has_the_role_of_its_group_whatever_roles_its_keys_have() -> None:
-    others = {"schedule": Role.schedule, "logger": Role.display, "strategy": Role.rounding, "loader": Role.rounding}
+    named = {"schedule": Role.schedule, "logger": Role.display, "strategy": Role.rounding, "loader": Role.rounding}
     makes = {group for group in GROUPS if role_of(group) is Role.identity}
     assert makes == {"model", "dataset", "task", "augment", "precision", "optimizer", "loss", "metric", "callback"}
-    assert {group: role_of(group) for group in others} == others
+    assert {group: role_of(group) for group in named} == named
 
 
 def test_a_strategy_makes_no_other_run_unless_it_changes_more_than_the_order_of_sums() -> None:

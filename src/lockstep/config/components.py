@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import functools
@@ -163,7 +162,7 @@ def plain(job: Job) -> dict[str, Any]:
         if key in MANY:
             values[key] = {name: node(component) for name, component in value.items()}
         else:
-            values[key] = node(value) if key in GROUPS else _values(value) if key in BLOCKS else copy.copy(value)
+            values[key] = node(value) if key in GROUPS else _values(value) if key in BLOCKS else value
     return values
 
 
