@@ -240,6 +240,22 @@ def test_every_source_of_files_keeps_groups_whole(name: str, by: str, root: Path
     assert (len(limited[0]), len({number % 6 for number, _ in limited[0]})) == (8, 2), "two whole groups"
 
 
+def test_a_share_has_the_images_of_each_class_with_the_smallest_hashes_for_its_own_key(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, {"a": 40, "b": 20})
+
+    def smallest(key: bytes, names: set[bytes], share: float) -> set[bytes]:
+        own = [sorted(name for name in names if name.startswith(label)) for label in (b"a", b"b")]
+        ranked = [sorted(of, key=lambda name: hashlib.blake2b(name, digest_size=16, key=key).digest()) for of in own]
+        return {name for of in ranked for name in of[: round(share * len(of))]}
+
+    files = Folder(path=path, test_share=0.25, val_share=0.2).listings()
+    parts = {name: set(of.names.tolist()) for name, of in files.items()}
+    every = set().union(*parts.values())
+    assert parts["test"] == smallest(b"lockstep test_share", every, 0.25)
+    assert parts["val"] == smallest(b"lockstep val_share", every - parts["test"], 0.2)
+    assert len(every) == sum(map(len, parts.values())) == 60
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_images_are_cut_by_names_that_no_place_of_the_data_changes(name: str, root: Path) -> None:
     """A data set that moved, or a shard that was renamed, has the splits that it had."""
