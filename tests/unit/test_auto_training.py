@@ -184,4 +184,5 @@ def test_a_run_that_began_without_weights_says_so_although_they_are_there_now(
         "model.pretrained is false: the run began without them. Random weights need"
     )
     of_file = replace(job, init_from="file.safetensors")
-    assert auto_training.notes(of_file, random, 80)[0] == "model.pretrained is false: init_from has the weights"
+    for resolved in (random, auto_training.by_weights(of_file, None)):
+        assert auto_training.notes(of_file, resolved, 80)[0] == "model.pretrained is false: init_from has the weights"
