@@ -799,6 +799,10 @@ def test_a_pruned_job_has_one_form_in_every_table(swept: Ledger, capsys: CAPSYS)
     runs(str(swept.folder), sort="when", filters=(), form="table")
     compare([str(swept.folder)], by=["seed", "optimizer.lr"], sort=None, form="table")
     assert table(capsys).count("  pruned at step 30 with 61.25") == 2
+    rows = {row["name"]: row["state"] for row in listed(capsys, swept.folder)}
+    assert rows[record.folder] == "pruned", "one word for a program"
+    runs(str(swept.folder), sort="when", filters=(), form="csv")
+    assert {row["name"]: row["state"] for row in csv.DictReader(io.StringIO(table(capsys)))} == rows
 
 
 def test_best_names_the_winner_while_a_sweep_runs_and_never_a_pruned_job(swept: Ledger) -> None:
@@ -1782,6 +1786,11 @@ def test_filters_read_keys_that_are_no_column_and_texts_as_they_are(tmp_path: Pa
         "tags=None": ["a", "b"],
     }.items():
         assert sorted(row["name"] for row in listed(capsys, tmp_path, filters=[condition])) == names, condition
+    run(tmp_path / "c", "optimizer.momentum=0.9", score=2.0)
+    for filters in itertools.permutations(["optimizer.momentum>0.5", "score<1.5"]):
+        assert listed(capsys, tmp_path, filters=filters) == [], "a key of a run is known, whether or not that fits"
+    for filters in itertools.permutations(["optimizer.momentum>0.5", "score>1.5"]):
+        assert [row["name"] for row in listed(capsys, tmp_path, filters=filters)] == ["c"]
 
 
 def test_a_job_that_was_killed_is_counted_as_killed_in_lists_and_pages(swept: Ledger, capsys: CAPSYS) -> None:

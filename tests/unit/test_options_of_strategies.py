@@ -453,6 +453,11 @@ def test_a_gradient_of_the_large_size_is_sent_alone_and_smaller_ones_together(
         parameter.grad = parameter.grad if number == 1 and messages == 2 else None
     AllReduce().reduce(model)
     assert sent == [size] * (messages == 2), "no message has nothing"
+    sent.clear()
+    for number, parameter in enumerate(model):
+        parameter.grad = torch.ones_like(parameter) if number == 2 else None
+    AllReduce().reduce(model)
+    assert sent == [4], "a small one alone is sent too"
 
 
 def test_hooks_divide_the_sum_over_the_ranks_at_every_step_and_leave_out_what_is_frozen(
@@ -477,6 +482,31 @@ def test_hooks_divide_the_sum_over_the_ranks_at_every_step_and_leave_out_what_is
     assert divisor == 3
     # Two micro-batches of 0, 3 and 6 on the ranks, over three; the second step has twice as much.
     assert ThreadRanks(3, monkeypatch).run(stepped) == [[[[6.0, 6.0]], None, [[12.0, 12.0]], None]] * 3
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), AllReduceHooks()], ids=repr)
+def test_each_gradient_is_added_up_whatever_its_shape(strategy: Single, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = ((), (1,), (3,), (2, 3), (2, 1, 3))
+            self.scales = nn.ParameterList([nn.Parameter(torch.full(shape, 2.0)) for shape in shapes])
+
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.stack([(images * scale).sum() for scale in self.scales])
+
+    def summed(rank: World) -> list[Tensor]:
+        replica = strategy.wrap(model := Scaled(), rank, plan(), EXAMPLE)
+        with strategy.accumulate(replica, True):
+            replica(torch.full((2, 3), rank.rank + 1.0)).sum().backward()
+        strategy.reduce(replica)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    whole = Scaled()
+    whole(torch.full((2, 3), 1.0 + 2.0 + 3.0)).sum().backward()
+    expected = [parameter.grad / strategy.grad_divisor(world(3)) for parameter in whole.parameters()]
+    for gradients in ThreadRanks(3, monkeypatch).run(summed):
+        torch.testing.assert_close(gradients, expected)
 
 
 def test_a_strict_replica_begins_each_step_with_no_gradients_of_the_one_before() -> None:
@@ -575,6 +605,10 @@ def test_accelerate_needs_its_package_and_the_device_of_the_rank(monkeypatch: py
     Accelerate().build_optimizer(SGD(), nn.Linear(2, 2), place)
     Accelerate().replicate(nn.Linear(2, 2), plan(), (torch.ones(2, 3, device="meta"),))
     assert devices == [torch.device("cuda", 1), torch.device("meta")]
+    for size, local_size in ((1, 1), (2, 1), (2, 2)):  # one rank, two on two machines, two on one
+        devices.clear()
+        Accelerate().build_optimizer(SGD(), nn.Linear(2, 2), replace(place, size=size, local_size=local_size))
+        assert len(devices) == (size > 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         InputError, match=r"^strategy=accelerate needs the package accelerate, .*lockstep\[accelerate\]"

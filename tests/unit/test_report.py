@@ -1177,6 +1177,11 @@ def test_the_top_5_of_a_few_classes_has_no_curve_and_no_row(run: RunDir, classes
             [("a=2", f"seed={seed}", f"dataset.fold={fold}", 80.0) for seed in (1, 2) for fold in (0, 1)],
             "80.00 ± 0.00 % top-1, 4 seeds and folds, a=2",
         ),
+        (
+            ("seed",),
+            [("a=1", "seed=1", 80.0), ("a=1", "seed=2", None), ("a=1", "seed=3", 84.0)],
+            "82.00 ± 2.83 % top-1, 2 seeds, a=1",
+        ),
         ((), [("a=1", 80.0), ("a=2", 90.0)], ""),
     ],
 )
@@ -1188,7 +1193,7 @@ def test_the_page_of_a_sweep_begins_with_its_best_setting_over_its_samples(
     lines = [*((words, score) for *words, score in jobs), (["a=9", *(f"{key}=0" for key in samples)], 1.0)]
     for record, (_, score) in zip(ledger.enter([(words, "x") for words, _ in lines]), lines, strict=True):
         (tmp_path / record.folder).mkdir()
-        ledger.end(ledger.start(record), State.done, objective=score)
+        ledger.end(ledger.start(record), State.failed if score is None else State.done, objective=score)
     assert _facts(ledger)["headline"] == headline
 
 

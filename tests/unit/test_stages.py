@@ -22,6 +22,7 @@ from lockstep.precision import BF16, FP32, FP64
 from lockstep.strategy import Pipeline, Single, pipeline
 from lockstep.strategy.cutting import MOST_PLACES, cut
 from lockstep.strategy.pipeline import become_stage
+from lockstep.strategy.zero import OwnedOptimizer
 from thread_ranks import ThreadRanks
 
 IMAGES = torch.zeros(2, 4)
@@ -471,6 +472,23 @@ def test_stages_compute_in_the_format_of_the_precision(monkeypatch: pytest.Monke
     assert torch.equal(logits, expected)
 
 
+def test_a_stage_gets_its_images_in_the_format_of_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class To(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.dtype = dtype
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(self.dtype)
+
+    for dtype, other in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        later = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).to(other)
+        whole = nn.Sequential(nn.Conv2d(1, 4, 3, dtype=dtype), To(other), later)
+        images = torch.randn(2, 1, 5, 5, dtype=dtype)
+        _, logits = ThreadRanks(2, monkeypatch).run(lambda world: staged(whole, "2", world, images)(images))  # noqa: B023
+        torch.testing.assert_close(logits, whole(images))
+
+
 def test_a_weight_of_several_layers_is_on_other_ranks_in_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Network("plain")
     whole.third = whole.second
@@ -499,7 +517,11 @@ def test_each_stage_steps_its_own_parameters(monkeypatch: pytest.MonkeyPatch) ->
             optimizer.zero_grad()
             model(images).sum().backward()
             optimizer.step()
-        return {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
+        own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+        assert isinstance(optimizer, OwnedOptimizer)
+        (group,) = optimizer.own.param_groups
+        assert {*map(id, group["params"])} == {*map(id, own.values())} == {*map(id, optimizer.state)}
+        return {name: parameter.detach() for name, parameter in own.items()}
 
     first, last = ThreadRanks(2, monkeypatch).run(stepped)
     optimizer = SGD(lr=0.1, momentum=0.9).build(whole)
