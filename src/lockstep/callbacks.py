@@ -29,8 +29,8 @@ class AGC(Callback):
         head = head_parameters(run.model)
         for name, parameter in run.model.named_parameters():
             if parameter.grad is not None and name not in head:
-                most = self.clipping * unit_norms(parameter).clamp(min=LEAST_NORM)
-                parameter.grad.mul_((most / unit_norms(parameter.grad).clamp(min=1e-6)).clamp(max=1.0))
+                most, norms = self.clipping * unit_norms(parameter).clamp(min=LEAST_NORM), unit_norms(parameter.grad)
+                parameter.grad.mul_(torch.where(norms > most, most / norms.clamp(min=1e-6), 1.0))
 
 
 def unit_norms(tensor: Tensor) -> Tensor:

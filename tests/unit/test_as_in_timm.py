@@ -272,8 +272,9 @@ def test_an_export_names_the_ways_to_fit_as_timm_does(card: ModelCard) -> None:
     assert all(of["input_size"] == card.input_shape and of["num_classes"] == card.classes for of in facts.values())
 
 
-@pytest.mark.parametrize("scale", [1e-7, 1e-5, 1e-4, 1e-3, 0.02, 1.0, 1e3])
-def test_adaptive_clipping_is_as_in_timm(scale: float) -> None:
+@pytest.mark.parametrize("scale", [1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 0.02, 1.0, 1e3])
+@pytest.mark.parametrize("share", [0.05, 1e-7])
+def test_adaptive_clipping_is_as_in_timm(scale: float, share: float) -> None:
     layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 6), torch.nn.Linear(6, 5)]
     model = torch.nn.Sequential(*layers).double()
     with torch.no_grad():
@@ -283,12 +284,12 @@ def test_adaptive_clipping_is_as_in_timm(scale: float) -> None:
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         parameter.grad = gradient.clone()
     model[2].bias.grad = None  # frozen
-    AGC(clipping=0.05).after_backward(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    AGC(clipping=share).after_backward(SimpleNamespace(model=model))  # type: ignore[arg-type]
     own = [parameter.grad for parameter in model.parameters()]
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         parameter.grad = gradient.clone()
     model[2].bias.grad = None
-    adaptive_clip_grad([*model.parameters()][:-2], clip_factor=0.05)
+    adaptive_clip_grad([*model.parameters()][:-2], clip_factor=share)
     expected = [parameter.grad for parameter in model.parameters()]
     assert own.pop(3) is expected.pop(3) is None
     torch.testing.assert_close(own, expected, rtol=1e-9, atol=0)
