@@ -71,6 +71,7 @@ optimizer=timm optimizer.opt=lambb -> optimizer.opt is 'lambb', which timm does 
 TYPES = table("""
 epochs=abc -> epochs is 'abc', expected auto or a whole number
 epochs=null -> epochs is null, expected a value: epochs=VALUE
+schedule.warmup=null -> schedule.warmup is null, expected a value: schedule.warmup=VALUE
 train=[1] -> train is a list, expected keys below it: train.KEY=VALUE
 optimizer.betas={a:1} -> optimizer.betas is a dictionary, expected a list: optimizer.betas=[VALUE]
 tags={a:1} -> tags is a dictionary, expected a list: tags=[VALUE]

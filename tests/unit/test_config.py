@@ -77,6 +77,19 @@ def test_every_option_builds_and_gives_its_node_back(option: str, nodes: dict[st
     assert components.build(group, components.node(component)) == component
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_null_is_a_value_of_a_key_or_refused_with_group_and_key(option: str, nodes: dict[str, Any]) -> None:
+    group, _, name = option.partition("=")
+    node, refused = nodes[option][name] if group in MANY else nodes[option], dict[str, str]()
+    for key in node.keys() - {"_target_"}:
+        try:
+            components.build(group, {**node, key: None})
+        except InputError as error:
+            refused[f"{group}.{key}"] = str(error)
+    for key, says in refused.items():
+        assert re.fullmatch(f"{key} is (null, expected a value|None, expected .* or .*): {key}=.*", says)
+
+
 def test_a_value_becomes_the_type_of_its_field() -> None:
     target = "lockstep.optim"
     assert components.build("optimizer", {"_target_": f"{target}.SGD", "lr": "0.5"}) == SGD(lr=0.5)

@@ -207,7 +207,10 @@ _MESSAGES = (
     (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
     (r"Unsupported interpolation type (\S+)", "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE"),
     (r"\w+ \(DictConfig\) does not support deletion", "is a key of each job; remove ~{key}"),
-    (r"field '.*' is not Optional|Incompatible value 'None'", "is null, expected a value: {key}=VALUE"),
+    (
+        r"field '.*' is not Optional|Incompatible value 'None'|Value 'None' is incompatible",
+        "is null, expected a value: {key}=VALUE",
+    ),
     (r"Invalid type assigned: .* value: (.*)", "is {0}, expected keys below it: {key}.KEY=VALUE"),
 )
 
