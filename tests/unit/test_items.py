@@ -686,6 +686,13 @@ def test_an_option_of_one_dataset_is_cut_and_has_no_test() -> None:
     words = {"decode_size": None, "targets": "classes", "fit": "crop", "crop": 1.0, "input_size": None}
     cut = Alone(val_share=0.25, **words)  # type: ignore[arg-type]
     assert (len(cut.train()), len(cut.eval()), cut.test()) == (9, 3, None)
+    assert cut.val_dataset() is None, "a test is no Dataset to evaluate"
+
+    class Tested(Alone):
+        def test_dataset(self) -> Any:
+            return Photos()
+
+    assert Tested(val_share=0.25, **words).val_dataset() is None  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^dataset: there is no Dataset to evaluate; return one in val_dataset\(\)"):
         Alone(**words).train()  # type: ignore[arg-type]
 

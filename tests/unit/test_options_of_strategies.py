@@ -389,6 +389,8 @@ def test_a_graph_that_was_chosen_to_be_static_does_not_change(strategy: type[DDP
         InputError, match=r"but train\.freeze_until changes the graph; remove strategy\.static_graph$"
     ):
         strategy(static_graph=True).with_changing_graph()
+    accelerated = Accelerate(sync_batchnorm=False).with_changing_graph()
+    assert accelerated == Accelerate(sync_batchnorm=False, find_unused_parameters=True)
     changing = strategy(static_graph=False, bucket_mb=3.0).with_changing_graph()
     assert changing == strategy(static_graph=False, find_unused_parameters=True, bucket_mb=3.0)
 

@@ -658,13 +658,14 @@ def axes(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def test_the_first_point_is_marked_and_ten_have_labels(axes: MagicMock) -> None:
     names = [f"{'a' * number}b" for number in range(12)]
-    pictures.scatter(range(12), range(1, 13), names, "seconds", "score")
+    places, scores = [(7 * number) % 12 for number in range(12)], [*range(1, 13)]
+    pictures.scatter(places, scores, names, "seconds", "score")
     ((x, y),) = (call.args for call in axes.scatter.call_args_list)
-    assert ([*x], [*y]) == ([*range(12)], [*range(1, 13)])
+    assert ([*x], [*y]) == (places, scores)
     colours = axes.scatter.call_args.kwargs["color"]
     assert (len(colours), colours[0], {*colours[1:]}) == (12, pictures.ORANGE, {pictures.BLUE})
     labels = [call.args for call in axes.annotate.call_args_list]
-    assert labels == [(names[number], [number, number + 1]) for number in range(10)]
+    assert labels == [(names[number], [places[number], scores[number]]) for number in range(10)]
     assert axes.set.call_args.kwargs == {"xlabel": "seconds", "ylabel": "score"}
     pictures.scatter([1], [1], ["x" * 19], "", "")
     assert axes.annotate.call_args.args[0] == "x" * 17 + "…"

@@ -20,7 +20,7 @@ from lockstep.data.datasets import CSV
 from lockstep.job import resolve, validate
 from lockstep.job.validate import check_job, check_threads, named_objects
 from lockstep.job.validate_with_data import _needs, check_memory, check_plan, has_value
-from lockstep.launcher import Auto, Inline, Slurm, Spawn
+from lockstep.launcher import Auto, Elastic, Inline, Slurm, Spawn
 from lockstep.optim.schedule import Constant
 from lockstep.precision import FP16
 from lockstep.strategy import DDP, Single, Strict
@@ -464,7 +464,7 @@ def test_only_graphs_of_a_gpu_cannot_add_up_gradients(
 ) -> None:
     worlds: list[tuple[int, str]] = []
     monkeypatch.setattr(DDP, "check_compile", lambda self, size, device: worlds.append((size, device)))
-    job = replace(resolved(*TWO_RANKS), device=device)
+    job = replace(resolved(*TWO_RANKS), device=device, launcher=Elastic(ranks=2, nodes="3"))
     job = replace(job, model=replace(job.model, compile=compiles, compile_mode=mode))
     job = replace(job, train=replace(job.train, micro_batches=micro_batches))
     if refused:
@@ -476,7 +476,7 @@ def test_only_graphs_of_a_gpu_cannot_add_up_gradients(
         )
     else:
         validate._check_compile(job)
-    assert worlds == [(2, device)] * compiles
+    assert worlds == [(6, device)] * compiles, "with the ranks of all machines"
 
 
 CUT = "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and "

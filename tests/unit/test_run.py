@@ -208,6 +208,8 @@ def test_a_line_of_a_gpu_has_its_numbers_by_rank(tmp_path: Path) -> None:
         "local_rank": 1,
         "uuid": "GPU-1",
         "util": 50,
+        "power": 0,
+        "memory": 0.0,
         "name": "H200",
         "on": True,
         "w": None,
@@ -215,7 +217,7 @@ def test_a_line_of_a_gpu_has_its_numbers_by_rank(tmp_path: Path) -> None:
     }
     lines = [line, *({key: value for key, value in line.items() if key != gone} for gone in [*line][:4]), [1], "x", 3]
     (file := tmp_path / "gpu.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in lines) + "{\n")
-    assert [*read_samples(file)] == [(3, {"gpu/util/1": 50})]
+    assert [*read_samples(file)] == [(3, {"gpu/util/1": 50, "gpu/power/1": 0, "gpu/memory/1": 0.0})]
 
 
 def test_every_figure_is_read_up_to_the_place_where_a_run_logs_it(tmp_path: Path) -> None:

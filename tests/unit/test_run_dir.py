@@ -394,6 +394,16 @@ def test_a_folder_of_a_later_version_is_refused_and_a_damaged_one_is_not(
         assert pointed(tmp_path, tmp_path, "resume") == tmp_path
 
 
+def test_a_job_of_a_sweep_is_named_by_its_whole_number(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    for number in (113, 1003, 13, 103, 31):
+        (tmp_path / f"{number:03}-seed=3-3").mkdir()
+        assert pointed(tmp_path / "3", tmp_path, "resume") == tmp_path / "3", "there is no such job"
+    for number in (3, 13, 103, 1003):
+        (tmp_path / f"{number:03}-seed=3-3").mkdir(exist_ok=True)
+        assert pointed(tmp_path / str(number), tmp_path, "resume") == tmp_path / f"{number:03}-seed=3-3"
+
+
 def test_latest_is_the_name_of_a_folder_below_its_root_also_of_one_behind_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

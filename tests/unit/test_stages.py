@@ -159,6 +159,24 @@ def test_a_buffer_that_no_traced_pass_uses_is_in_the_stage_of_its_module() -> No
     assert {name: stage for name, stage in homes.items() if stage != int(name[0])} == {}
 
 
+def test_a_weight_is_in_the_stage_that_uses_it_and_not_in_that_of_its_module() -> None:
+    class Lent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+            self.first.lent = nn.Parameter(torch.eye(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.third(self.second(self.first(x)) @ self.first.lent)  # type: ignore[operator]
+            return logits
+
+    homes = {entry: cut(Lent(), IMAGES, 2, [entry]).homes for entry in ("second", "third")}
+    assert {entry: (of["first.lent"], of["first.bias"]) for entry, of in homes.items()} == {
+        "second": (1, 0),
+        "third": (0, 0),
+    }
+
+
 def test_cuts_are_in_the_order_of_the_layers() -> None:
     with pytest.raises(InputError, match="in the order in which they run"):
         cut(Network("plain"), IMAGES, 3, ["third", "second"])
