@@ -520,6 +520,11 @@ def test_whole_tensors_of_another_model_are_refused_and_those_of_the_same_are_co
     for wrong in ({**tensors, "more": torch.ones(1)}, {"bias": torch.ones(2)}, {**tensors, "bias": torch.ones(3)}):
         with pytest.raises(RuntimeError, match=r"(Unexpected|Missing) key|size mismatch"):
             load_whole(model, wrong)
+    model.bias = nn.Parameter(torch.empty(2, device="meta"))  # as a parameter is that is on another rank
+    load_whole(model, {**tensors, "weight": torch.zeros(2, 2)})
+    assert (model.bias.is_meta, model.weight.tolist()) == (True, [[0, 0], [0, 0]])
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        load_whole(model, {**tensors, "bias": torch.ones(3)})
     assert UpdateScope.element < UpdateScope.parameter < UpdateScope.model
 
 
