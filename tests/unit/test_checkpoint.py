@@ -234,10 +234,12 @@ def test_a_disk_that_fails_is_no_damage(run: RunDir, monkeypatch: pytest.MonkeyP
 def test_a_damaged_checkpoint_is_not_loaded(run: RunDir) -> None:
     (path,) = saved(run, 1)
     flip(path / "model.safetensors", 999)
-    with pytest.raises(InputError, match=r"is damaged \(model.safetensors does not match its sha256\); name another"):
+    damaged = rf"^resume: checkpoint {re.escape(str(path))} is damaged"
+    reason = r"\(model.safetensors does not match its sha256\)"
+    with pytest.raises(InputError, match=rf"{damaged} {reason}; name another one$"):
         reading.read_checkpoint(path)
     (path / "facts.json").write_text("{")
-    with pytest.raises(InputError, match=r"is damaged \(facts.json"):
+    with pytest.raises(InputError, match=rf"{damaged} \(facts\.json .*\); name another one$"):
         check_fingerprint(IDENTITY, path)
 
 
@@ -279,6 +281,9 @@ def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with
         loaded = load_newest(run if expected != named else RunDir(tmp_path / "new"), named)
         assert loaded is not None
         assert loaded.path == expected
+    flip(named / "model.safetensors", 999)
+    with pytest.raises(InputError, match=rf"^resume: checkpoint {re.escape(str(named))} is damaged \(model"):
+        load_newest(RunDir(tmp_path / "new"), named)
 
 
 def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
@@ -1224,6 +1229,8 @@ def test_an_average_that_has_not_begun_is_no_file_and_begins_after_the_resume(ru
     target.close()
     path = run.checkpoints / "step-00000001"
     assert not (path / "ema.safetensors").exists()
+    (path / "ema.safetensors").write_bytes(b"of nobody")  # the manifest does not list it
+    assert reading.read_checkpoint(path).ema is None
     assert same(load_file(run.weights), dict(contents.model.state_dict())), "the weights themselves are scored"
     resumed = parts(1)
     before = host_copies(dict(resumed.ema.module.state_dict()))
@@ -1275,6 +1282,16 @@ def test_exported_weights_of_another_model_are_refused_by_their_key(run: RunDir)
         reading.load_exported(model, run.weights)
     with pytest.raises(InputError, match=rf"^task\.teacher: {re.escape(str(run.weights))} is of another model"):
         reading.check_tensors(model, run.weights, "task.teacher")
+    assert same(dict(model.state_dict()), before)
+
+
+def test_exported_weights_that_were_changed_are_not_loaded(run: RunDir) -> None:
+    saved(run, 1)
+    model = parts(3).model
+    before = host_copies(dict(model.state_dict()))
+    flip(run.weights, 8 * run.weights.stat().st_size - 1)
+    with pytest.raises(InputError, match=rf"^{re.escape(str(run.weights))} is damaged, or was changed"):
+        reading.load_exported(model, run.weights)
     assert same(dict(model.state_dict()), before)
 
 
