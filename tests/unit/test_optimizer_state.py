@@ -204,6 +204,21 @@ def test_momenta_that_only_some_layers_have_are_kept() -> None:
         assert torch.equal(expected, actual)
 
 
+def test_a_frozen_parameter_in_a_group_leaves_the_others_their_names() -> None:
+    class OfAll(SGD):
+        def build(self, model: nn.Module) -> torch.optim.Optimizer:
+            next(model.parameters()).requires_grad_(False)
+            return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    whole = Trained(OfAll()).train(2)
+    names = dict(whole.model.named_parameters())
+    assert whole.saved()["param_groups"][0]["params"] == [*names]
+    for name, entries in whole.saved()["state"].items():
+        assert torch.equal(entries["momentum_buffer"], whole.optimizer.state[names[name]]["momentum_buffer"])
+    resumed = Trained(OfAll()).resumed(whole.saved(), whole)
+    assert all(map(torch.equal, whole.train(2).weights(), resumed.train(2).weights()))
+
+
 class Paired(torch.optim.SGD):
     """An optimizer that keeps a pair of tensors for each parameter."""
 
