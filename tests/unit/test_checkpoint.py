@@ -653,6 +653,16 @@ def test_weights_are_found_in_a_run_folder_a_checkpoint_and_a_file(run: RunDir, 
     assert same(dict(model.state_dict()), dict(parts(0).model.state_dict()))
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.pth", "a.bin", "a.ckpt", "a.pth.tar"])
+def test_a_file_of_another_program_starts_a_training_and_is_no_trained_model(tmp_path: Path, name: str) -> None:
+    torch.save({}, file := tmp_path / name)
+    assert weights_file(file) == file
+    remedy = "expected a .safetensors file or a run folder; init_from= takes weights of other programs"
+    with pytest.raises(InputError) as caught:
+        weights_file(file, "weights")
+    assert str(caught.value) == f"weights: there are no weights at {file}, {remedy}"
+
+
 def test_weights_that_are_missing_broken_or_of_another_model_are_refused(run: RunDir, tmp_path: Path) -> None:
     saved(run, 1)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
@@ -1334,6 +1344,19 @@ def test_the_state_of_callbacks_is_saved_where_there_is_one(run: RunDir) -> None
     states = [files.read_state(run.checkpoints / f"step-{step:08}") for step in (1, 2, 3)]
     assert [state.get("callbacks", "none") for state in states] == ["none", "none", {"mine": {"seen": 3}}]
     assert [state["ema_updates"] for state in states] == [1, 1, 1]
+
+
+def test_the_tensors_of_callbacks_are_those_of_the_step_although_they_change_before_they_are_written(
+    run: RunDir,
+) -> None:
+    target, seen, changed = writer(run), torch.ones(2), threading.Event()
+    target.pool.submit(changed.wait)
+    target.save(**vars(parts()), progress=progress(1), callbacks={"mine": {"seen": seen}})
+    seen += 1
+    changed.set()
+    target.close()
+    (path,) = candidates(run.checkpoints)
+    assert files.read_state(path)["callbacks"]["mine"]["seen"].tolist() == [1, 1]
 
 
 def test_the_first_file_that_is_gone_is_named(run: RunDir) -> None:

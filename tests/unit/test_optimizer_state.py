@@ -242,6 +242,33 @@ def test_a_pair_of_a_state_stays_a_pair_and_has_two() -> None:
         restore_optimizer((fresh := Trained(OfPairs())).optimizer, fresh.model, saved)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a number beside the states and the groups."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict.pop("steps")
+        super().load_state_dict(state_dict)
+
+
+def test_what_an_optimizer_keeps_beside_states_and_groups_goes_on() -> None:
+    class OfCounts(SGD):
+        def build(self, model: nn.Module) -> torch.optim.Optimizer:
+            return Counting(model.parameters(), lr=0.1, momentum=0.9)
+
+    whole = Trained(OfCounts()).train(3)
+    resumed = Trained(OfCounts()).resumed(whole.saved(), whole).train(1)
+    assert resumed.saved()["steps"] == 4
+
+
 def test_an_invalid_count_of_steps_is_refused() -> None:
     saved = Trained(AdamW()).train(1).saved()
     saved["state"]["0.weight"]["step"] = torch.zeros(1000)
