@@ -445,7 +445,8 @@ def test_a_later_save_leaves_the_best_weights_that_wait_for_their_export(run: Ru
 def test_the_card_of_weights_has_the_score_of_their_own_evaluation(run: RunDir) -> None:
     target = writer(run, card=CARD)
     save(target, 1, best=True, score=50.0)
-    save(target, 2)
+    not_scored = progress(2, best=False) | {"scores": [(1, 50.0)], "figures": {"top1": 50.0}}  # those of step 1
+    target.save(**vars(parts()), progress=not_scored)
     target.close()
     cards = {path: read_card(path) for path in sorted(run.checkpoints.glob("step-*/*.safetensors"))}
     assert [(path.name, card.step, card.scores, card.averaged) for path, card in cards.items()] == [
@@ -849,7 +850,8 @@ def test_a_checkpoint_gets_its_name_when_all_that_a_resume_reads_is_on_the_disk(
     target = writer(run, on_saved=lambda step, folder: (saves.append((step, folder.name)), folders.append(folder)))
     save(target, 1, best=True)
     target.wait()
-    assert saves == [(1, "step-00000001")]
+    target.wait()
+    assert saves == [(1, "step-00000001")], "it is told once"
     assert folders == [run.checkpoints / "step-00000001"]
     before = events[: events.index("rename step-00000001")]
     assert sorted(before) == sorted([*FILES, ".step-00000001.tmp", "metrics.jsonl", "metrics.csv", ".hydra", "run"])
