@@ -174,6 +174,7 @@ def test_the_line_of_the_package_may_follow_comments_and_says_it_for_all_files_o
 ) -> None:
     conf = tmp_path / packages[0] / "conf" / "of_mine"
     written(conf, {"first.yaml": "# Short runs.\n\n# @package _global_\nepochs: 3\n", "second.yaml": "epochs: 4\n"})
+    written(conf, {"second2.yaml": "epochs: 5\n"})
     extensions.use(packages[:1])
     assert extensions.files("of_mine=first") == [conf / "first.yaml"]
     assert extensions.files("of_mine=second") == [conf / "second.yaml"]
@@ -332,6 +333,10 @@ def test_what_is_no_package_is_no_extension(name: str, packages: list[str], monk
     extensions.use(packages[:1])
     extensions.use([])
     assert [*json.loads(os.environ[extensions.VARIABLE])] == packages[:1], "a call without any takes none away"
+    assert packages[0] in [extension.package for extension in extensions.active()]
+    monkeypatch.delenv(extensions.VARIABLE)
+    extensions.use([])
+    assert packages[0] not in [extension.package for extension in extensions.active()], "each call looks again"
 
 
 def test_a_rank_may_name_the_extensions_of_its_program_again(
@@ -368,6 +373,10 @@ NO_OPTION = {
     "mine.yaml": ("a: 1\n", r"'\.' is not a config group"),
     "model/linear.yaml": ("a: 1\n", "model=linear is an option of Lockstep; rename the file"),
     "model/resnet50d.yaml": ("a: 1\n", "model=resnet50d is an option of Lockstep; rename the file"),
+    "experiment/deit_s.yaml": (
+        f"{GLOBAL}\nsteps: 3\n",
+        "experiment=deit_s is an option of Lockstep; rename the file",
+    ),
     "schedule/step.yaml": ("a: 1\n", "schedule=step is an option of Lockstep; rename the file"),
 }
 
@@ -400,6 +409,11 @@ def test_an_extension_that_cannot_be_imported_is_one_sentence_with_its_place(
     extension = Extension(packages[0], "it", tmp_path / packages[0])
     with pytest.raises(InputError, match=BROKEN[text].format(packages[0])):
         extension.load()
+    extensions.use(packages[:1])
+    with pytest.raises(
+        InputError, match=BROKEN[text].format(packages[0]).replace(r"\(it\)", r"\(named by the program\)")
+    ):
+        extensions.class_of("model", f"{packages[0]}.nets.Flat")
     with pytest.raises(
         InputError, match=rf"^{tmp_path}/{packages[1]}: the extension {packages[1]}.none \(it\) cannot"
     ):
