@@ -417,6 +417,8 @@ def test_sentences_are_wrapped_and_labelled_and_notes_and_warnings_have_their_co
         assert shown() == ["one two three four five six seven eight", " " * 6 + "nine"]
         log.say_command("again", "lockstep runs")
         assert shown() == ["   again        lockstep runs"]
+        log.say_command("of a long name", "lockstep runs")
+        assert shown() == ["   of a long name lockstep runs"]
         log.say("what is logged", shown=Text("x" * 50, style="bold"))
         assert shown() == [f"\x1b[1m{'x' * 50}\x1b[0m"]
         log.warn("careful")
@@ -424,7 +426,8 @@ def test_sentences_are_wrapped_and_labelled_and_notes_and_warnings_have_their_co
         log.note("an aside")
         assert shown() == ["\x1b[2man aside\x1b[0m"]
     lines = [line.partition(",")[2][4:] for line in run.log.read_text().splitlines()]
-    logged = [words, f"      data  {words}", words, "   again        lockstep runs", "what is logged"]
+    logged = [words, f"      data  {words}", words, "   again        lockstep runs"]
+    logged += ["   of a long name lockstep runs", "what is logged"]
     assert lines == [*(f"INFO {line}" for line in logged), "WARNING careful"]
 
 
