@@ -1,6 +1,7 @@
 """Hydra runs code that a config names in a few known places, and only after our policy has checked the config."""
 
 import copy
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -529,6 +531,8 @@ SOURCES = {
     ("extension mine", "pkg://x"): False,
     ("main", "file:///x"): True,
     ("command-line", "/x/y"): True,
+    ("main", "/x/12:30"): True,
+    ("hydra.searchpath", "x:y/z"): True,
     ("hydra.searchpath", "x"): True,
     ("hydra", "pkg://hydra.conf"): True,
     ("optuna", "pkg://optuna.conf"): True,
@@ -538,11 +542,29 @@ SOURCES = {
 
 @pytest.mark.parametrize(("provider", "path"), SOURCES)
 def test_a_source_of_the_users_is_a_folder_and_a_plugins_may_be_a_package(provider: str, path: str) -> None:
+    search = ConfigSearchPathImpl()
+    search.append(provider, path)
+    loader = SimpleNamespace(get_search_path=lambda: search)
     if SOURCES[provider, path]:
-        hydra_policy._check_source(provider, path)
+        hydra_policy.CheckedLoader(loader)
     else:
         with pytest.raises(InputError, match=rf"^the search path for configs has '{path}', which would import code;"):
-            hydra_policy._check_source(provider, path)
+            hydra_policy.CheckedLoader(loader)
+
+
+@pytest.mark.parametrize(
+    ("in_file", "typed"),
+    [(["pkg://x"], None), (["x", "pkg://x"], "x"), (None, "pkg://x"), (["x"], "x,pkg://x")],
+    ids=repr,
+)
+def test_neither_the_first_config_nor_the_line_beside_it_adds_a_package_to_the_search_path(
+    tmp_path: Path, in_file: list[str] | None, typed: str | None
+) -> None:
+    (tmp_path / "sent.yaml").write_text(yaml.safe_dump({} if in_file is None else {"hydra": {"searchpath": in_file}}))
+    words = [f"hydra.searchpath=[{typed}]"] * (typed is not None)
+    sentence = r"^the search path for configs has 'pkg://x', which would import code;"
+    with initialize_config_dir(str(tmp_path)), pytest.raises(InputError, match=sentence):
+        compose("sent", words)
 
 
 @pytest.mark.parametrize("text", ["ext://x", "cfg://x", "${dataset}", "a_target_b"])
@@ -550,3 +572,10 @@ def test_a_source_of_the_users_is_a_folder_and_a_plugins_may_be_a_package(provid
 def test_a_text_that_logging_would_look_up_is_code(group: str, text: str) -> None:
     with pytest.raises(InputError, match=rf"^hydra\.{group}\.x\.y is .*, which names code"):
         composed(f"+hydra.{group}.x.y='{text}'")
+
+
+@pytest.mark.parametrize("key", ["_target_", "()", "class"])
+@pytest.mark.parametrize("group", [*hydra_policy.LOG_CONFIGS, "callbacks"])
+def test_a_key_that_says_what_to_call_is_code(tmp_path: Path, group: str, key: str) -> None:
+    with pytest.raises(InputError, match=rf"^hydra\.{group}\.x\.{re.escape(key)} is 'mine\.Part', which names code"):
+        sent(tmp_path, {"hydra": {group: {"x": {key: "mine.Part"}}}})
