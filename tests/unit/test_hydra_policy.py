@@ -346,8 +346,9 @@ def test_the_words_of_a_config_are_set_and_hydra_13_names_folders_after_them(
 ) -> None:
     monkeypatch.setattr(hydra_versions, "IS_13", is_13)
     config: Any = OmegaConf.create({"hydra": OF_13})
-    hydra_versions.set_overrides(config, ["hydra.x=1"], ["b=2", "seed=3", "+a=1"])
-    assert (config.hydra.overrides.hydra, config.hydra.overrides.task) == (["hydra.x=1"], ["b=2", "seed=3", "+a=1"])
+    words = ["seed=4", "b=2", "seed=3", "+a=1", "seed=4"]  # the last of a key counts, and is there twice
+    hydra_versions.set_overrides(config, ["hydra.x=1"], words)
+    assert (config.hydra.overrides.hydra, config.hydra.overrides.task) == (["hydra.x=1"], words)
     assert config.hydra.job.override_dirname == ("+a~1;b~2" if is_13 else "")
     assert hydra_versions.trusting(["a.B"]) == (hydra_versions.BASE if is_13 else {"execution_whitelist": ["a.B"]})
     override: Any = SimpleNamespace(is_list_extend=lambda: True)
