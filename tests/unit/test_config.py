@@ -158,6 +158,7 @@ def test_the_package_of_a_group_has_each_class_and_imports_its_module_alone(grou
     assert {cls.__name__: cls.__module__ for cls in ours} == modules_of(group)
     assert all(getattr(package, cls.__name__) is cls for cls in ours)
     assert modules_of(group).keys() <= {*dir(package)} & {*star_import(GROUPS[group])}
+    assert vars(package).keys() <= {*dir(package)}, "as of any module"
     assert not hasattr(package, "OptimizerOption" if group == "optimizer" else "Policy")
     targets = re.findall(r"_target_: (\S+)", "".join(path.read_text() for path in (CONF / group).glob("*.yaml")))
     assert {*targets} == {f"{GROUPS[group]}.{name}" for name in modules_of(group)}
