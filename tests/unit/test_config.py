@@ -459,6 +459,29 @@ def test_the_options_of_a_group_are_listed_by_name(group: str) -> None:
     assert names == sorted(names) != []
 
 
+@pytest.mark.usefixtures("_declared_here")
+def test_the_options_of_a_group_are_those_with_files_and_all_that_is_declared() -> None:
+    before = options.options_of("model")
+    for name in ("zz_mine", "aa_mine"):
+        option("model", name)(own_class())
+    assert options.options_of("model") == sorted([*before, "aa_mine", "zz_mine"])
+    assert options.options_of("none") == []
+
+
+def test_a_group_that_is_like_no_other_is_told_all_that_there_are() -> None:
+    assert options.known("zzz", ["model", "experiment", "mine"]) == " The groups are model, experiment, mine."
+    assert options.known("modell", ["model", "mine"]) == " Did you mean 'model'?"
+
+
+def test_the_modules_of_a_group_are_imported_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    modules = [*dict.fromkeys(options.modules_of("dataset").values())]
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    options.classes_of("dataset")
+    assert imported == modules == sorted(modules)
+    assert len(modules) > 5
+
+
 def test_several_options_of_a_group_have_the_order_of_their_config() -> None:
     nodes = {name: components.node(F1()) for name in ("second", "first", "third")}
     built = components.build_many("metric", nodes)
