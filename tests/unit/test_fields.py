@@ -177,6 +177,10 @@ def test_a_path_a_name_and_a_text_may_be_as_long_as_is_told_and_no_longer() -> N
     path = "/".join([*names, "y" * (fields.PATH_BYTES - 251 * 13)])
     assert len(path) == fields.PATH_BYTES
     assert [PATH.fits(path), PATH.fits(f"{path}y")] == [True, False]
+    of_paths = dataclasses.make_dataclass("OfPaths", [("place", str, fields.pathname("a"))])
+    values = (path, f"{path}y", "x" * 256, "", "b")
+    refused = [[*problems(of_paths, {"place": value})] != [] for value in values]
+    assert refused == [False, True, True, True, False], "a field for a path takes a path"
 
 
 def test_all_values_out_of_range_are_reported_at_once() -> None:

@@ -132,6 +132,7 @@ class Cut:
 def test_a_strategy_without_methods_of_its_own_has_whole_models_and_means_over_the_ranks() -> None:
     own, rank = plain("strategy")(), replace(World.solo(), size=4)
     assert (own.ranks(8), own.devices(3, 8), own.grad_divisor(rank), own.micro_batches(3, 2)) == (1, 3, 4, 3)
+    assert own.micro_batches("auto", 2) == "auto"
     assert own.devices(8, 3) == 8, "too many are refused where they are counted"
     cut, tensor = Cut(), torch.zeros(2)
     tensors: Any = [cut, tensor]
@@ -183,6 +184,11 @@ def test_a_data_set_is_prepared_split_by_split_and_described_by_its_parts() -> N
     assert (described.mean, described.std, described.fit, described.eval_crop) == (own.mean, own.std, "pad", 0.5)
     assert (own.classes, own.changes, own.crops_files) == (2, False, False)
     assert type("Crops", (Parts,), {"crops_files": True})().changes
+    has = {"reads_files": True, "path": "somewhere", "examples": 7, "eval": lambda self: [], "test": Source.test}
+    of_files: Any = type("Reads", (Parts,), has)()
+    assert [of_files.crops_files, of_files.changes, of_files.downloads] == [False] * 3
+    assert (of_files.generated_bytes, of_files.usual_augment, of_files.test()) == (0, "none", None)
+    assert splits_of(of_files) == {"train": "train split", "val": []}, "one without examples is there"
 
 
 def test_the_first_examples_of_a_piece_have_no_partner_and_all_of_them_are_the_piece() -> None:
