@@ -210,6 +210,19 @@ def test_a_subclass_keeps_the_rule_of_a_field_whose_default_it_changes() -> None
     (sentence,) = fields.problems(Faster, {"rate": 2.0}, "x.")
     assert sentence == "x.rate is 2.0, expected a number above 0 and at most 1: x.rate=0.9"
 
+    @dataclasses.dataclass(kw_only=True)
+    class Wider(Faster):
+        rate: float = fields.ranged(3.0, above=0, most=9)
+
+    @dataclasses.dataclass(kw_only=True)
+    class Last(Wider):
+        rate: float = 4.0
+
+    for cls, default in ((Wider, 3.0), (Last, 4.0)):
+        assert [*fields.problems(cls, {"rate": 9}, "x.")] == []
+        (sentence,) = fields.problems(cls, {"rate": 10}, "x.")
+        assert sentence == f"x.rate is 10, expected a number above 0 and at most 9: x.rate={default}"
+
 
 def test_the_views_of_an_evaluation_are_those_that_a_config_may_name() -> None:
     rule = fields.rule_of(TrainBlock, "eval_views")
