@@ -187,7 +187,7 @@ def test_a_series_has_the_first_finite_figure_of_each_step(tmp_path: Path) -> No
 
 
 def test_only_a_line_of_figures_is_read_and_the_time_of_a_line_is_none(tmp_path: Path) -> None:
-    whole = [{"step": 1, "time": 5.0, "a": 1.5}, {"step": 2, "a": 2, "b": None}, {"step": 3}]
+    whole = [{"step": 1, "time": 5.0, "a": 1.5}, {"step": 2, "a": 2, "b": None}, {"step": 3, "c": 0.0}]
     broken = [{"step": True, "a": 1}, {"step": 1.0, "a": 1}, {"step": "1"}, {"a": 1}, {"step": 4, "a": "x"}]
     broken += [{"step": 4, "a": True}, {"step": 4, "a": [1]}, {"step": 4, "a": math.nan}, [1], "step", 1, None]
     broken += [{"step": 10**400}, {"step": 4, "a": -(10**400)}]
@@ -195,7 +195,7 @@ def test_only_a_line_of_figures_is_read_and_the_time_of_a_line_is_none(tmp_path:
     (file := tmp_path / "metrics.jsonl").write_text(
         "\n".join([*lines, "{", "", "[" * 100_000, '{"step": 9, "a": 1}'])
     )
-    assert [*read_figures(file)] == [(1, {"a": 1.5}), (2, {"a": 2}), (3, {})], "the last line was cut"
+    assert [*read_figures(file)] == [(1, {"a": 1.5}), (2, {"a": 2}), (3, {"c": 0.0})], "the last line was cut"
     (_, with_null, _) = read_figures(file, nulls=True)
     assert (with_null[1]["a"], math.isnan(with_null[1]["b"])) == (2, True)
     assert [*read_figures(tmp_path / "none")] == [*read_samples(tmp_path / "none")] == []
@@ -210,6 +210,8 @@ def test_a_line_of_a_gpu_has_its_numbers_by_rank(tmp_path: Path) -> None:
         "util": 50,
         "power": 0,
         "memory": 0.0,
+        "idle": 0,
+        "watts": 0.0,
         "name": "H200",
         "on": True,
         "w": None,
@@ -218,6 +220,7 @@ def test_a_line_of_a_gpu_has_its_numbers_by_rank(tmp_path: Path) -> None:
     lines = [line, *({key: value for key, value in line.items() if key != gone} for gone in [*line][:4]), [1], "x", 3]
     (file := tmp_path / "gpu.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in lines) + "{\n")
     assert [*read_samples(file)] == [(3, {"gpu/util/1": 50, "gpu/power/1": 0, "gpu/memory/1": 0.0})]
+    assert [*read_samples(file)] == [(3, {"gpu/util/1": 50, "gpu/idle/1": 0, "gpu/watts/1": 0.0})]
 
 
 def test_every_figure_is_read_up_to_the_place_where_a_run_logs_it(tmp_path: Path) -> None:
