@@ -343,6 +343,13 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
         Predictions.read(tmp_path / "validation.json")
 
 
+def test_a_file_of_many_classes_is_read_whatever_its_size(tmp_path: Path) -> None:
+    predictions = collected(names=tuple(f"{number}{'x' * 2**20}" for number in range(4)))
+    predictions.write(file := tmp_path / "validation.json")
+    assert file.stat().st_size > 2**22
+    assert Predictions.read(file) == predictions
+
+
 def test_a_run_has_the_predictions_of_its_best_evaluation(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", "epochs=2", "model.width=8")
     best = run.read_summary()["best_step"]
