@@ -117,6 +117,7 @@ class Cut:
     """A tensor of which each rank has a part."""
 
     device_mesh = SimpleNamespace(device_type="cpu")
+    gathered = 0
 
     def detach(self) -> Cut:
         return self
@@ -126,10 +127,13 @@ class Cut:
         return self
 
     def full_tensor(self) -> Any:
+        self.gathered += 1
         return SimpleNamespace(cpu=lambda: "in host memory")
 
 
-def test_a_strategy_without_methods_of_its_own_has_whole_models_and_means_over_the_ranks() -> None:
+def test_a_strategy_without_methods_of_its_own_has_whole_models_and_means_over_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own, rank = plain("strategy")(), replace(World.solo(), size=4)
     assert (own.ranks(8), own.devices(3, 8), own.grad_divisor(rank), own.micro_batches(3, 2)) == (1, 3, 4, 3)
     assert own.micro_batches("auto", 2) == "auto"
@@ -138,6 +142,12 @@ def test_a_strategy_without_methods_of_its_own_has_whole_models_and_means_over_t
     tensors: Any = [cut, tensor]
     assert [*own.whole_tensors(tensors, keep=True)] == ["in host memory", tensor]
     assert [*own.whole_tensors(tensors, keep=False)] == [cut, tensor]
+    assert cut.gathered == 2, "each rank takes part"
+    three, none, four = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    three.grad, four.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    assert own.gradient_norm([three, none, four]).item() == pytest.approx(5)
+    monkeypatch.setattr(nn.utils, "get_total_norm", lambda gradients: cut)
+    assert own.gradient_norm([three]).cpu() == "in host memory", "of all parts"
     assert own.data_world(rank) is rank
     assert own.wrap(model := nn.Linear(2, 2), rank, None, ()) is model
 
