@@ -167,6 +167,13 @@ def test_a_model_without_methods_of_its_own_is_stored_channel_by_channel_unless_
         assert plain("model", channels_last=last)().memory_format is expected
 
 
+def test_what_an_option_says_of_one_thing_says_nothing_of_another() -> None:
+    assert not plain("launcher", starts_ranks=True)().can_fork()
+    model = plain("model", pretrained=True, compile=True)()
+    assert (model.has_usual_size, model.has_published()) == (False, None)
+    assert not plain("loader", workers=3, prefetch=2)().decodes_once
+
+
 def test_a_data_set_is_prepared_split_by_split_and_described_by_its_parts() -> None:
     class Parts(Source):
         image_shape, mean, std, fit, eval_crop = (3, 8, 9), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "pad", 0.5
