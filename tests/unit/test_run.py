@@ -76,6 +76,7 @@ def test_a_damaged_file_is_empty_with_one_sentence_that_names_it(tmp_path: Path,
     skips = name in ("figures", "gpu") and damage in ("not text", "a number", "a link to nothing")
     skips |= name == "identity" and damage == "a link to nothing"
     assert [str(path) in sentence and "\n" not in sentence for sentence in files.damage] == [True] * (not skips)
+    assert Run(tmp_path / "other").damage == []
 
 
 TEXTS = ("status", "run", "error", "monitor", "stopped_early")
