@@ -480,6 +480,27 @@ def test_data_sets_of_torchvision_are_read_by_name(tmp_path: Path) -> None:
         Torchvision(name="Flowers", **own).train()
 
 
+@pytest.mark.parametrize(("name", "part"), [("Imagenette", "imagenette2/val"), ("Country211", "country211/test")])
+def test_a_share_of_a_data_set_of_torchvision_is_tested_on_its_last_published_split(
+    name: str, part: str, tmp_path: Path
+) -> None:
+    splits = {"imagenette2/train": 8, "imagenette2/val": 3, "country211/train": 8, "country211/valid": 1, part: 3}
+    for path, count in splits.items():
+        for label in ("n01440764", "n02102040"):  # classes of Imagenette
+            (tmp_path / path / label).mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(IMAGES[number]).save(tmp_path / path / label / f"{number}.JPEG", "PNG")
+    words = {"root": str(tmp_path), "targets": "classes", "fit": "crop", "crop": 1.0, "input_size": None}
+    cut = Torchvision(name=name, val_share=0.25, decode_size=None, **words)
+    test = cut.test()
+    assert test is not None
+    assert (len(cut.train()), len(cut.eval()), len(test)) == (12, 4, 6)
+    assert cut.eval().name(0).endswith("of the training split")
+    whole = Torchvision(name=name, decode_size=None, **words)
+    assert (len(whole.train()), len(whole.eval())) == (16, 6 if name == "Imagenette" else 2)
+    assert (whole.test() is None) == (name == "Imagenette")
+
+
 def test_a_concatenation_has_the_targets_names_and_groups_of_its_parts() -> None:
     parts = Grouped(), Subset(Grouped(), range(4))
     source = option(ConcatDataset(parts), Photos(), val_share=0.4)
@@ -700,8 +721,11 @@ def test_an_option_of_one_dataset_is_cut_and_has_no_test() -> None:
 def test_a_stored_size_of_items_is_a_height_and_a_width() -> None:
     source = option(Photos(), Photos(), decode_size=[4, 5], channels=1)
     assert (source.image_shape, source.train().fetch([0]).shape) == ((1, 4, 5), (1, 1, 4, 5))
-    oblong = Photos(lambda image: image[:, :4])
-    assert option(oblong, oblong).image_shape == (3, SIDE, 4)
+    for height, width in ((SIDE, 4), (4, SIDE)):
+        oblong = option(*[Photos(lambda image, h=height, w=width: image[:h, :w])] * 2)  # type: ignore[misc]
+        assert oblong.image_shape == (3, height, width)
+        pixels = torch.from_numpy(IMAGES[[7, 2], :height, :width]).permute(0, 3, 1, 2)
+        assert torch.equal(oblong.train().fetch([7, 2]), pixels)
 
 
 def test_numbers_of_classes_have_no_gaps_and_targets_without_names_are_called_as_their_kind() -> None:
