@@ -187,11 +187,14 @@ def test_a_packed_set_and_its_splits_are_what_the_folder_is(folder: Folder, targ
 
 def test_a_split_maps_its_file_and_nothing_done_to_it_reaches_the_file(folder: Folder, tmp_path: Path) -> None:
     pack(folder, tmp_path / "target")
-    before = (tmp_path / "target" / "train.images").read_bytes()
+    files = [tmp_path / "target" / "train.images", tmp_path / "target" / "train.labels"]
+    before = [file.read_bytes() for file in files]
     split = Packed(path=str(tmp_path / "target")).train()
-    assert "train.images" in Path("/proc/self/maps").read_text()
+    assert split.mapped
+    assert all(str(file) in Path("/proc/self/maps").read_text() for file in files)
     split.images.zero_()
-    assert (tmp_path / "target" / "train.images").read_bytes() == before
+    split.labels.zero_()
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
@@ -329,6 +332,23 @@ def test_a_set_from_before_the_key_targets_has_classes(target: Path, tmp_path: P
     old, new = Packed(path=str(path.parent)), Packed(path=str(target))
     assert (old.targets, old.classes, old.fit) == ("classes", new.classes, "crop")
     assert torch.equal(old.train().labels, new.train().labels)
+
+
+@pytest.mark.parametrize(
+    ("targets", "labels"),
+    [("classes", np.array([1, 0, 2], "<i8")), ("labels", np.eye(3, dtype="<f4")), ("values", np.ones((3, 3), "<f4"))],
+)
+def test_labels_are_read_as_their_kind_is_stored(targets: str, labels: Any, tmp_path: Path) -> None:
+    pixels, facts = np.arange(3 * 2 * 4, dtype="u1"), {"count": 3, "sha256": {"images": "", "labels": ""}}
+    for split in ("train", "val"):
+        pixels.tofile(tmp_path / f"{split}.images")
+        labels.tofile(tmp_path / f"{split}.labels")
+    manifest = {"targets": targets, "classes": [*"abc"], "shape": [1, 2, 4], "mean": [0.5], "std": [0.2]}
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "splits": {"train": facts, "val": facts}}))
+    split = Packed(path=str(tmp_path)).eval()
+    assert torch.equal(split.images, torch.from_numpy(pixels.reshape(3, 1, 2, 4)))
+    assert split.labels.dtype == torch.from_numpy(labels).dtype
+    assert torch.equal(split.labels, torch.from_numpy(labels))
 
 
 def test_a_label_that_is_no_class_is_refused(target: Path, tmp_path: Path) -> None:
