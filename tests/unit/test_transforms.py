@@ -1,5 +1,6 @@
 """From stored bytes to the input of the model."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import kstest
+from scipy.stats import kstest, norm
 from timm.data import random_erasing
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
@@ -310,6 +311,11 @@ def test_rectangles_are_erased_as_by_timm(mode: str, size: tuple[int, int], monk
         values = erased[changed] if mode == "pixel" else torch.cat([one[one < 8].unique() for one in erased])
         assert mode == "pixel" or len(values) == 3 * changed.any((1, 2, 3)).sum()
         assert kstest(values.numpy(), "norm").pvalue > 0.001
+        # Their numbers come after the 1 + 4 * 10 of the rectangle, which they do not depend on.
+        shape = (3, *size) if mode == "pixel" else (3, 1, 1)
+        drawn = uniform(keys[:, None], 41 + torch.arange(math.prod(shape))).double() + 2.0**-25
+        colours = torch.from_numpy(norm.ppf(drawn.numpy())).view(300, *shape).expand_as(batch)
+        torch.testing.assert_close(erased, torch.where(changed, colours, batch), rtol=1e-5, atol=1e-5)
 
 
 def test_on_a_gpu_the_rectangles_of_all_images_are_erased_together(monkeypatch: pytest.MonkeyPatch) -> None:
