@@ -410,7 +410,8 @@ def test_many_images_are_changed_as_each_alone(resample: str, monkeypatch: pytes
     stored = torch.randint(256, (23, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     chosen = [*RandAugment().steps(draws(23), (8, 8))]
     how = {"resample": resample, "compiled": False, "fill": (7,)}
-    whole = operations.operate_all(stored, chosen, **how)
+    before, whole = stored.clone(), operations.operate_all(stored, chosen, **how)
+    assert torch.equal(stored, before)
     for name in ("CPU_VALUES", "CPU_VALUES_PILLOW"):
         monkeypatch.setattr(operations, name, 5 * 3 * 8 * 8)
     assert torch.equal(operations.operate_all(stored, chosen, **how), whole)
