@@ -292,6 +292,38 @@ def test_activations_of_16_bits_have_statistics_in_float32_and_gradients_in_thei
     torch.testing.assert_close(layer.running_var.double(), wide.var((0, 2, 3)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shares", [(3, 5), (0, 8)])
+def test_16_bits_are_rounded_once_and_a_rank_without_examples_sends_numbers_as_wide_as_the_others(
+    shares: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, grad = values(8, 3, 4, 5).to(dtype), values(8, 3, 4, 5).sin().to(dtype)
+    reference = nn.BatchNorm2d(3, momentum=1.0).double()
+    with torch.no_grad():
+        reference.weight.copy_(torch.tensor([0.5, 4.0, 1.5]))
+        reference.bias.copy_(torch.tensor([3.0, -5.0, 0.25]))  # near the other summand, which has more digits
+
+    def train(world: World) -> dict[str, Tensor]:
+        layer = SyncBatchNorm(3, momentum=1.0)
+        layer.load_state_dict(reference.state_dict())
+        part = x.split(shares)[world.rank].requires_grad_()
+        output = layer.train()(part)
+        output.backward(grad.split(shares)[world.rank])
+        return {"output": output.detach(), "x": part.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+
+    first, second = ThreadRanks(2, monkeypatch).run(train)
+    inputs = x.double().requires_grad_()
+    output = reference.train()(inputs)
+    output.backward(grad.double())
+    once = {"rtol": torch.finfo(dtype).eps / 2, "atol": 1e-5}  # and the roundings of float32
+    for name, expected in (("output", output), ("x", inputs.grad)):
+        actual = torch.cat([first[name], second[name]])
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, **once)
+    for name, expected in (("weight", reference.weight.grad), ("bias", reference.bias.grad)):
+        torch.testing.assert_close((first[name] + second[name]).double(), expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_an_input_without_channels_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"expected an input of at least 2 dimensions, got {len(shape)}"):

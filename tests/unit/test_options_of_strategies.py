@@ -202,8 +202,10 @@ def test_strict_takes_the_largest_power_of_two_of_ranks_and_advises_twice_the_sh
     expected = {1: 1, 2: 2, 3: 2, 4: 4, 7: 4, 8: 8, 9: 8, 100: 8}
     strategy = Strict(shards=shards)
     assert [strategy.ranks(gpus) for gpus in expected] == [min(ranks, shards) for ranks in expected.values()]
-    with pytest.raises(InputError, match=f"and strategy=strict strategy.shards={2 * shards} for smaller ones$"):
-        strategy.micro_batches(2, 1)
+    for number in (2, "auto"):
+        says = f"micro_batches is {number}, .* and strategy=strict strategy.shards={2 * shards} for smaller ones$"
+        with pytest.raises(InputError, match=says):
+            strategy.micro_batches(number, 1)
     assert [strategy.micro_batches(1, ranks) for ranks in (1, shards)] == [shards, 1]
 
 
