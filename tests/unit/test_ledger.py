@@ -2737,6 +2737,19 @@ def test_a_search_whose_fixed_words_are_wrong_ends_and_a_defect_of_the_app_is_no
     with pytest.raises(pool_launcher.WrongJob, match=r"^job 1\b.*batch is odd"):
         launcher._enter_drawn(ledger, MagicMock(), [["x=1"]])
 
+    composed: list[list[str]] = []
+
+    def refuse(config: object, words: list[str]) -> None:
+        composed.append(words)
+        raise mistake
+
+    launcher.planned, launcher.config = {}, None
+    launcher.hydra_context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=refuse))
+    for _ in range(2):
+        with pytest.raises(pool_launcher.WrongJob, match=r"^job 1\b.*batch is odd"):
+            launcher._enter_drawn(ledger, MagicMock(), [["x=1"]])
+    assert composed == [["x=1"], []], "each once"
+
     def load(config: object, words: list[str]) -> None:
         raise ZeroDivisionError("a defect")
 

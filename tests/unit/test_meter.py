@@ -286,14 +286,14 @@ def test_each_micro_batch_of_the_first_step_and_no_other_is_shown_and_sampled() 
         close=lambda: sampled.append((0, 0)),
     )
     telemetry, observer, display = meter_of(samples=samples)
-    for step in (1, 1, 2):
+    for step in (1, 1, 2, 4):  # the second epoch begins with step 4
         add(telemetry, step, 1.0, 0)
     assert [micro.step for micro, _ in observer.of("first_batch")] == [1, 1]
     resumed, of_resumed, _ = meter_of(1)
     add(resumed, 2, 1.0, 0)
     assert of_resumed.of("first_batch") == []
     telemetry.close()
-    assert sampled == [(1, 10), (1, 10), (2, 10), (0, 0)]
+    assert sampled == [(1, 10), (1, 10), (2, 10), (4, 10), (0, 0)]
     assert observer.of("end") == [["failed"]], "nothing else is known"
     telemetry.outcome = "completed"
 

@@ -577,7 +577,8 @@ def test_fsdp_cuts_the_blocks_before_the_model_and_one_rank_cuts_nothing(
 ) -> None:
     pairs = [nn.Sequential(nn.Conv2d(2, 2, 3), nn.Linear(2, 2)) for _ in range(2)]
     model = nn.Sequential(*pairs).to(memory_format=torch.channels_last)
-    FSDP().shard(model, world(1), FP32(), EXAMPLE[0])
+    for options in ({}, {"cpu_offload": True}, {"replicas": 2}, {"low_precision": True}):
+        FSDP(**options).shard(model, world(1), BF16(), EXAMPLE[0])
     assert sharded == []
     FSDP().shard(model, world(2), FP32(), EXAMPLE[0])
     assert [block for block, _ in sharded] == [*pairs, model]

@@ -671,6 +671,28 @@ def test_the_first_point_is_marked_and_ten_have_labels(axes: MagicMock) -> None:
     assert axes.annotate.call_args.args[0] == "x" * 17 + "…"
 
 
+def test_axes_of_one_unit_make_a_square_and_a_chart_grows_with_its_columns() -> None:
+    import matplotlib as mpl
+
+    def sides(address: str) -> tuple[float, float]:
+        found = re.search(r'<svg [^>]*?width="(\S+)pt" height="(\S+)pt"', base64.b64decode(address[26:]).decode())
+        assert found is not None
+        return float(found[1]) / 72, float(found[2]) / 72
+
+    own = dict(mpl.rcParams)
+    square = sides(pictures.against_true(OF_VALUES, 0))
+    assert square[0] == square[1]
+    assert sides(pictures.precision_over_recall(OF_LABELS)) == square
+    width, height = sides(pictures.scatter([1, 2], [1, 2], ["a", "b"], "seconds", "score"))
+    assert (width, width > 1.5 * height) == (square[0], True)
+    few, more, many = (sides(pictures.parallel(["a"] * n, [[1.0] * n, [2.0] * n], [1.0, 2.0])) for n in (2, 5, 10))
+    assert few[0] == width
+    assert many[0] == pytest.approx(2 * more[0])
+    assert many[0] > few[0]
+    assert few[1] == more[1] == many[1]
+    assert dict(mpl.rcParams) == own, "other pictures of a program keep their style"
+
+
 def test_predicted_values_are_drawn_over_the_true_ones_with_their_diagonal(axes: MagicMock) -> None:
     for points, ends in (([[-3.0, 2.0, 1.0], [-1.0, None, -5.0]], [-5.0, 2.0]), ([[-2.0], [-1.0]], [-2.0, -1.0])):
         axes.reset_mock()

@@ -38,7 +38,7 @@ from torch.utils.tensorboard import summary as summaries
 from helpers import resolved, train_here
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.figures import Predictions, read_figures
-from lockstep.core.observer import RunInfo
+from lockstep.core.observer import Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -1384,11 +1384,12 @@ def test_the_verdict_of_a_run_without_steps_is_at_the_first_one_and_a_file_that_
     assert [*(tmp_path / "run").iterdir()] == before
 
 
-def test_the_event_files_of_a_run_are_closed_at_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", ["completed", "stopped", "failed"])
+def test_the_event_files_of_a_run_are_closed_at_its_end(outcome: Outcome, tmp_path: Path) -> None:
     sink = tensorboard(tmp_path)
     sink.write(1, {"loss/train": 1.0, "loss/val_ema": 0.5})
     assert sink.files.keys() == {"", "val", "val_ema"}
-    sink.end("completed")
+    sink.end(outcome)
     assert [file.file.closed for file in sink.files.values()] == [True] * 3
     assert ("loss", 1) in written(tmp_path / "val_ema")
 
@@ -1444,11 +1445,12 @@ def test_why_tensorboard_or_a_tracker_is_left_out_is_said(
     )
 
 
-def test_a_file_of_figures_is_closed_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", ["completed", "stopped", "failed"])
+def test_a_file_of_figures_is_closed_at_the_end(outcome: Outcome, tmp_path: Path) -> None:
     for sink in (JsonLines(tmp_path / "metrics.jsonl", 0), table_of(tmp_path / "metrics.csv")):
         sink.write(1, {"acc/val_top1": 1.0})
         assert not sink.file.closed
-        sink.end("completed")
+        sink.end(outcome)
         assert sink.file.closed
 
 
