@@ -2690,6 +2690,8 @@ def test_what_files_say_of_the_devices_and_the_direction_of_jobs_is_refused_as_t
             OmegaConf.update(config, f"hydra.{key}", value, force_add=True)
         with pytest.raises(InputError, match=f"^{re.escape(says)}"):
             choose_folder(config)
+    # What these mean is for that launcher to say.
+    choose_folder(line(tmp_path, "hydra/launcher=basic", "+hydra.launcher.gpus=2", "+hydra.launcher.cores=2"))
     for key, value in (("launcher.gpus", 1), ("launcher.cores", None)):
         config = line(tmp_path)
         with open_dict(config.hydra):
@@ -2708,11 +2710,12 @@ def test_the_jobs_that_were_trained_with_other_code_are_named(
         return "here"
 
     codes: Any = {number: {"mine": {"old": number in changed}, "own": {}} for number in range(3)}
+    codes[3] = {}  # of a job without code of the user
     both = {"own": "b.py", "mine": "a.py"}
     monkeypatch.setattr("lockstep.runtime.user_code.code_here", code_here)
     monkeypatch.setattr(
         "lockstep.runtime.user_code.changes",
-        lambda code, here: both if code["mine"]["old"] and here == "here" else {},
+        lambda code, here: both if code and code["mine"]["old"] and here == "here" else {},
     )
     line_of_sweep._say_other_code(codes)
     out = " ".join(capsys.readouterr().out.split())
@@ -2823,9 +2826,11 @@ def test_a_job_that_ends_its_part_by_itself_waits_for_the_next_one_without_an_er
 
 
 def test_gpus_that_others_use_are_told_if_one_of_the_jobs_needs_some(capsys: pytest.CaptureFixture[str]) -> None:
-    devices = Devices(["a", "b"], 4, others={"a": [17]})
+    devices = Devices(["a", "b", "c"], 4, others={"c": [19], "b": [17, 18]})
     devices.check([Needs(), Needs(gpus=1)])
-    assert "GPU 0 (process 17)" in capsys.readouterr().out
+    assert "them: GPU 1 (process 17), GPU 2 (process 19); " in capsys.readouterr().out
+    devices.check([Needs(gpus=1)])
+    assert capsys.readouterr().out == "", "said once"
     assert Share(gpus=("1", "2")).environment == {VISIBLE: "1,2"}
     assert Share(gpus=("1",), cores=3, alone=True).environment == {VISIBLE: "1"}
 

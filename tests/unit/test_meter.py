@@ -144,6 +144,12 @@ def test_a_figure_that_no_image_has_is_nan_and_a_task_may_have_no_accuracy() -> 
     assert math.isnan(empty["gap"])
     telemetry.evaluated(2, {}, best=True)
     assert observer.of("evaluated")[-1][1] == {"loss/train_epoch": 1.5}
+    micro: Any = SimpleNamespace(
+        step=3, epoch=PLAN.epoch(3), labels=torch.zeros(2, 5)
+    )  # several labels of each image
+    telemetry.record(torch.tensor(3.0), torch.zeros(2, 5), micro, torch.zeros(2, 1, 2, 2))
+    (window,) = telemetry.end_window(3, {}, None)
+    assert (window.examples, observer.of("write")[-1][1]["loss/train"]) == (2, 1.5)
     with pytest.raises(InputError, match="the figure 'other' is not declared, expected one of gap"):
         telemetry.log("other", torch.zeros(1))
 
@@ -304,6 +310,12 @@ def test_each_micro_batch_of_the_first_step_and_no_other_is_shown_and_sampled() 
     with pytest.raises(ZeroDivisionError, match="completed"):
         telemetry.close()
     assert len(display.of("close")) == 2
+    telemetry.observer = observer
+    telemetry.display = SimpleNamespace(close=lambda: fail("of the display"))  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError, match="of the display"):
+        telemetry.close()
+    assert observer.of("end") == [["failed"], ["completed"]]
+    assert sampled[-3:] == [(0, 0)] * 3
 
 
 def test_each_step_is_shown_and_one_of_many_is_timed(passes: Callable[[float], None]) -> None:

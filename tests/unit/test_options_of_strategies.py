@@ -225,7 +225,7 @@ def test_a_weight_without_a_gradient_in_some_shards_gets_the_sum_of_the_others()
 def test_each_rank_clears_all_gradients_and_keeps_the_state_of_its_own_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stepped(rank: Any) -> tuple[list[Tensor | None], list[int], float]:
+    def stepped(rank: Any) -> tuple[list[Tensor | None], list[int], list[float]]:
         model = nn.Sequential(*(nn.Linear(2, size, bias=False) for size in (2, 3, 4)))
         weights = [*model.parameters()]
         optimizer = ZeROOptimizer(SGD(lr=1.0, momentum=0.5).build(model), rank)
@@ -238,12 +238,19 @@ def test_each_rank_clears_all_gradients_and_keeps_the_state_of_its_own_parameter
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         own = [number for number, weight in enumerate(weights) if weight in optimizer.state]
-        return [weight.grad for weight in weights], own, sum(weight.sum().item() for weight in weights)
+        gradients, total = [weight.grad for weight in weights], sum(weight.sum().item() for weight in weights)
+        for number in own:  # as who sets a state
+            optimizer.state[weights[number]] = {"momentum_buffer": torch.full_like(weights[number], 4.0)}
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        return gradients, own, [total, sum(weight.sum().item() for weight in weights)]
 
     results = ThreadRanks(2, monkeypatch).run(stepped)
     assert [gradients for gradients, *_ in results] == [[None] * 3] * 2
     assert sorted(number for _, own, _ in results for number in own) == [0, 1, 2], "each at one rank"
-    assert [total for *_, total in results] == [0.5 * 2 * 9] * 2
+    second = 0.5 - 0.25 * (0.5 * 4.0 + 0.5)
+    assert [totals for *_, totals in results] == [[0.5 * 2 * 9, second * 2 * 9]] * 2
 
 
 @pytest.mark.parametrize("strategy", [Single(), DDP(), FSDP()], ids=repr)
