@@ -2046,6 +2046,28 @@ def test_jobs_that_follow_the_end_of_others_run_unless_the_sweep_was_stopped() -
     with pytest.raises(Stopped):
         stopped.pool.run(stopped.jobs[:1], more=lambda record: stopped.jobs[1:])
     assert stopped.states() == [State.stopped, State.waiting]
+    one_by_one = EndedPool(75, 75, 75, 0, stops=True)
+    wait = one_by_one.pool.wait
+    one_by_one.pool.wait = lambda sentinels, seconds: wait(sentinels[:1], seconds)
+    draws = [one_by_one.jobs[3:]] * 2
+    with pytest.raises(Stopped):
+        one_by_one.pool.run(one_by_one.jobs[:3], more=lambda record: draws.pop() if draws else ())
+    assert one_by_one.states() == [*[State.stopped] * 3, State.waiting]
+
+
+def test_a_job_that_has_trained_enough_hears_so_once_and_again_in_its_next_round() -> None:
+    ended, looks = EndedPool(75), list[int]()
+    wait = ended.pool.wait
+
+    def third_time(sentinels: list[int], seconds: float) -> None:
+        looks.append(len(looks))
+        if not len(looks) % 3:
+            wait(sentinels, seconds)
+
+    ended.pool.wait = third_time
+    for round_ in (1, 2):
+        ended.pool.run(ended.jobs, enough=lambda record: True)
+        assert (ended.signals, ended.states()) == ([(0, signal.SIGTERM)] * round_, [State.waiting])
 
 
 def test_the_pool_looks_twice_a_second_joins_what_has_ended_and_says_how_many_wait() -> None:

@@ -253,6 +253,40 @@ def test_each_rank_clears_all_gradients_and_keeps_the_state_of_its_own_parameter
     assert [totals for *_, totals in results] == [[0.5 * 2 * 9, second * 2 * 9]] * 2
 
 
+@pytest.mark.parametrize(("ranks", "shares"), [(2, [14, 14]), (3, [8, 10, 10])])
+def test_main_gathers_the_state_that_an_optimizer_of_the_whole_model_has(
+    ranks: int, shares: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model_with_gradients() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(2, size, bias=False) for size in (2, 5, 3, 4)))
+        model[2].double()
+        for number, weight in enumerate(model.parameters()):
+            weight.grad = torch.full_like(weight, 1 / (3 + number))
+            nn.init.constant_(weight, 1 / 7)
+        return model
+
+    def stepped(rank: World) -> tuple[Any, ...]:
+        model = model_with_gradients()
+        optimizer = ZeRO().build_optimizer(AdamW(lr=0.1), model, rank)
+        optimizer.step()
+        own = sum(weight.numel() for weight in optimizer.state)
+        return optimizer.state_dict(), [*model.parameters()], optimizer.defaults, own
+
+    model = model_with_gradients()
+    whole = AdamW(lr=0.1).build(model)
+    whole.step()
+    results = ThreadRanks(ranks, monkeypatch).run(stepped)
+    (saved, *_), expected = results[0], whole.state_dict()
+    torch.testing.assert_close(saved["state"], expected["state"])
+    assert [group["params"] for group in saved["param_groups"]] == [
+        group["params"] for group in expected["param_groups"]
+    ]
+    for _, weights, defaults, _ in results:
+        torch.testing.assert_close(weights, [*model.parameters()])
+        assert defaults == whole.defaults
+    assert sorted(own for *_, own in results) == shares, "cut over the ranks"
+
+
 @pytest.mark.parametrize("strategy", [Single(), DDP(), FSDP()], ids=repr)
 @pytest.mark.parametrize("number", [1, 3])
 def test_ranks_may_stop_between_two_micro_batches_and_not_behind_the_last(strategy: Single, number: int) -> None:
