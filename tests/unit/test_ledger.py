@@ -1658,6 +1658,8 @@ def test_a_sweep_is_written_with_all_that_it_is_and_read_again(tmp_path: Path) -
     identity = Identity(**facts)
     ledger = Ledger(tmp_path / "a" / "b")
     assert (ledger.exists, ledger.is_new) == (False, False)
+    (ledger.folder / "jobs").mkdir(parents=True)
+    assert (ledger.exists, ledger.is_new) == (False, False), "its file is what makes a sweep"
     ledger.create(identity)
     assert (ledger.exists, ledger.is_new, (ledger.folder / "jobs").is_dir()) == (True, True, True)
     assert Ledger(ledger.folder).identity() == replace(identity, swept=("a", "b"))
@@ -2608,6 +2610,12 @@ def test_a_folder_of_a_job_is_named_after_what_varies(tmp_path: Path, monkeypatc
     launcher.planned[("lr=0.004043878",)] = None, Needs()
     (record,) = launcher._recorded(ledger, [["lr=0.004043878"]])
     assert record.folder == "001-lr=0.00404", "with few digits"
+    jobs = [["seed=1", "lr=3"], ["seed=2", "lr=3"]]
+    launcher.planned |= {tuple(words): (None, Needs()) for words in jobs}
+    records = launcher._recorded(ledger, jobs)
+    assert [record.folder for record in records] == ["002-seed=1,lr=3", "003-seed=2,lr=3"], (
+        "as an earlier line varied"
+    )
 
 
 @pytest.mark.parametrize(
