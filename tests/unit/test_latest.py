@@ -143,14 +143,14 @@ def test_the_starts_of_files_come_behind_the_line_in_their_order_unless_it_types
 
 
 def test_all_jobs_of_a_sweep_start_from_the_run_that_a_recipe_names() -> None:
-    base = started("runs", "base")
-    with initialize_config_dir(str(ROOT / "conf")):
-        loader = GlobalHydra.instance().config_loader()
-        config = loader.load_configuration("config", ["seed=1,2", "output_root=runs", "name=x"], RunMode.MULTIRUN)
-        OmegaConf.update(config, "init_from", "latest")
-        ledger = choose_folder(config)
-    assert [*config.hydra.overrides.task][-1] == f"init_from={base}"
-    assert ledger.identity().latest == base
+    base, folders = started("runs", "base"), []
+    for _ in range(2):
+        words, ledger = chosen_words("seed=1,2", "name=x", init_from="latest")
+        assert words[-1] == f"init_from={base}"
+        assert ledger.identity().latest == base
+        folders.append(ledger.folder)
+        started("runs", "job")  # is newer when the line is typed again
+    assert folders[0] == folders[1]
 
 
 def test_the_newest_run_is_below_an_output_root_of_the_home_and_a_kept_one_wins(

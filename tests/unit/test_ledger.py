@@ -39,6 +39,7 @@ from lockstep.config.commands import override
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core import terminal
 from lockstep.core.errors import InputError, Interrupted, LockstepError, NumericalError, Stopped, StorageError
+from lockstep.core.formats import FileFormat, stamp
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import Lock, absent
@@ -1667,6 +1668,7 @@ def test_a_sweep_is_written_with_all_that_it_is_and_read_again(tmp_path: Path) -
     assert identity.monitor == Monitor("loss", Direction.minimize)
     stored = json.loads((ledger.folder / "sweep.json").read_text())
     assert stored["hash"] == identity.hash
+    assert stored.items() >= stamp(FileFormat.sweep).items()
     assert Identity().id != Identity().id
 
 
