@@ -61,7 +61,13 @@ def test_the_first_host_of_a_list_and_the_tasks_of_each_machine_are_found() -> N
     hosts = {"login": "login", "node[7,01-03]": "node7", "login,gpu[1-2]": "login"}
     hosts |= {"rack[2-3]node[08-16,20]": "rack2node08", "a[1-2]b[3,5]c[7]d.example.org,z9": "a1b3c7d.example.org"}
     assert {text: launch_env.first_host(text) for text in hosts} == hosts
-    sizes = {"4": [4], "2(x3)": [2, 2, 2], "2(x3),1": [2, 2, 2, 1], "1,3(x2),16(x1)": [1, 3, 3, 16], "8(x12),4": [8] * 12 + [4]}
+    sizes = {
+        "4": [4],
+        "2(x3)": [2, 2, 2],
+        "2(x3),1": [2, 2, 2, 1],
+        "1,3(x2),16(x1)": [1, 3, 3, 16],
+        "8(x12),4": [8] * 12 + [4],
+    }
     assert {text: launch_env.tasks_per_node(text) for text in sizes} == sizes
 
 
