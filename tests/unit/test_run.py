@@ -168,6 +168,8 @@ def test_the_typed_values_are_those_of_the_keys_without_their_signs(tmp_path: Pa
     run.overrides.write_text(json.dumps(["seed=1", "+debug=fast", "++name=a=b", "batch="]))
     assert Run(tmp_path).typed_values == {"seed": "1", "debug": "fast", "name": "a=b", "batch": ""}
     assert Run(tmp_path).overrides == ["seed=1", "+debug=fast", "++name=a=b", "batch="], "in the order of the line"
+    run.overrides.write_text(json.dumps(["seed=1", "~callback", "~model.width=3"]))
+    assert not {"callback", "model.width"} & Run(tmp_path).typed_values.keys(), "what is taken away has no value"
 
 
 @pytest.mark.parametrize("key", [*NUMBERS, *TABLES, *FINDINGS])
@@ -280,8 +282,10 @@ def test_a_run_is_damaged_by_the_files_that_say_what_it_is_and_then_has_no_score
     run_dir = RunDir.at(tmp_path)
     run_dir.write_summary(status="failed", objective=90.0, error="the loss is nan")
     CONTENTS[name](run_dir).write_text("[")
+    is_part = name in ("environment", "predictions")
+    assert Run(tmp_path).state == (State.failed if is_part else State.damaged), "whatever was read before"
     run = Run(tmp_path)
-    if name in ("environment", "predictions"):
+    if is_part:
         assert (run.problem, run.state, run.score, run.error) == ("", State.failed, 90.0, "the loss is nan")
     else:
         assert str(CONTENTS[name](run_dir)) in run.problem
