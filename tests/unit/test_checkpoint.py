@@ -456,6 +456,11 @@ def test_the_card_of_weights_has_the_score_of_their_own_evaluation(run: RunDir) 
         ("model.safetensors", 2, {}, False),
     ]
     assert read_card(run.weights) == next(iter(cards.values()))
+    scores = [(1, 50.0), (3, 40.0), (5, 60.0)]
+    of_step = [
+        files.score_of({"scores": scores[:number], "step": step}) for number, step in ((3, 3), (3, 4), (1, 3), (0, 1))
+    ]
+    assert of_step == [40.0, None, None, None]
 
 
 @pytest.mark.parametrize("keep", [1, 2])

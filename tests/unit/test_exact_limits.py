@@ -17,6 +17,7 @@ from torchvision.transforms.functional import center_crop
 import lockstep
 from lockstep.api import Result
 from lockstep.config.options import classes_of
+from lockstep.config.schema import TrainBlock
 from lockstep.core.errors import MOST_ALIKE, SHOWN_CHARACTERS, SHOWN_DIGITS, InputError, first_of, shown
 from lockstep.core.fields import rule_of
 from lockstep.core.figures import number_or_text
@@ -699,3 +700,9 @@ def test_a_key_takes_its_largest_value_and_no_larger_one(key: str) -> None:
         fold = rule_of(classes_of("dataset")["digits"], "fold")
         assert fold is not None
         assert [fold.fits(number) for number in (0, largest - 1, largest)] == [True, True, False]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(("micro_batches", "passes"), [(1, 1), (2, 2), (7, 7), ("auto", 1)])
+def test_a_step_has_a_pass_for_each_micro_batch(micro_batches: int | str, passes: int, graph: bool) -> None:
+    assert TrainBlock(micro_batches=micro_batches, cuda_graph=graph).passes == passes

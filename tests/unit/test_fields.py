@@ -454,9 +454,11 @@ def test_a_field_keeps_each_fact_that_is_written_at_it_in_any_order() -> None:
             field = fact(field)
         written: Any = dataclasses.make_dataclass("Written", [("key", str, field)])
         derived: Any = dataclasses.make_dataclass("Derived", [("more", int, 1)], bases=(written,))
+        other: Any = dataclasses.make_dataclass("Other", [("key", str, "b")], bases=(written,))
+        for cls in (written, derived, other):
+            assert fields.declared_role(cls, "key") is fields.Role.place
         for cls in (written, derived):
             assert fields.rule_of(cls, "key") is TEXT
-            assert fields.declared_role(cls, "key") is fields.Role.place
             assert (fields.former_names(cls), fields.values_before(cls)) == ({"old": "key"}, {"key": "b"})
             assert fields.config_defaults(cls) == {"key": "${seed}"}
             assert [*fields.personal_values(cls())] == [("key", "shell", "a", "a")]
@@ -513,6 +515,7 @@ def test_a_personal_value_is_a_place_unless_it_is_more() -> None:
     own: Any = [("folder", str, fields.personal(fields.pathname("a"), fields.FOLDER))]
     own += [("place", str, fields.personal(fields.pathname(None))), ("free", str, fields.pathname("b"))]
     cls: Any = dataclasses.make_dataclass("Personal", own)
+    assert fields.declared_role(cls, "free") is None, "a path alone says what a run is"
     expected = [("folder", "folder", "c", "a"), ("place", "place", None, None)]
     assert [*fields.personal_values(cls(folder="c"))] == expected
     derived: Any = dataclasses.make_dataclass("Derived", [("place", str, "theirs"), ("free", str, "b")], bases=(cls,))

@@ -15,7 +15,16 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.files import FileSplit
-from lockstep.data.datasets.folder import Folder, ImageNet, left_out_note, scan_split, suffixes_of
+from lockstep.data.datasets.folder import (
+    HIDDEN,
+    NO_SUFFIX,
+    Folder,
+    ImageNet,
+    kind_of,
+    left_out_note,
+    scan_split,
+    suffixes_of,
+)
 from lockstep.data.datasets.listing import Files, as_names
 
 
@@ -356,6 +365,8 @@ def test_photos_have_the_suffixes_of_photos_and_other_channels_those_of_arrays(c
     assert {".jpg", ".png", ".tif"} < suffixes_of(channels)
     assert ".npy" not in suffixes_of(channels)
     assert suffixes_of(2) == suffixes_of(4) == {".npy", ".tif", ".tiff"}
+    names = {"a.b.PNG": ".png", "2026.11.30.tif": ".tif", "a": NO_SUFFIX, "a.": ".", ".a.png": HIDDEN}
+    assert {name: kind_of(name) for name in names} == names
 
 
 def small_files(root: Path, *sides: int) -> str:
@@ -478,3 +489,8 @@ def test_folders_without_one_to_train_on_are_classes_also_a_level_below(tmp_path
         (tmp_path / place).mkdir(parents=True)
     located = Folder(path=str(tmp_path)).located()
     assert (located.train_folder, located.val_folder, located.val_share) == ("photos", "none", 0.1)
+
+
+def test_photos_are_normalised_as_the_published_weights_of_imagenet_expect(root: Path) -> None:
+    source = Folder(path=str(root))
+    assert (source.mean, source.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -412,6 +413,18 @@ def test_a_part_that_fails_is_sampled_no_more_and_the_others_go_on(capsys: pytes
     assert HardwareWatch(parts[:2], sink, lambda: 0).joules == 0
     assert HardwareWatch(parts[:1], sink, lambda: 0).joules is None
     assert watching.close() == {"gpu_util": 30.0}
+    begun = threading.Event()
+
+    def last(step: int) -> dict[str, float]:
+        begun.set()
+        final.done.wait(60)  # the run ends while the hardware is asked
+        return {"gpu/util/0": 80.0}
+
+    final = HardwareWatch([SimpleNamespace(sample=last, joules=None)], sink, lambda: 9)
+    final.period = 0.0
+    final.start()
+    assert begun.wait(60)
+    assert final.close() == {"gpu_util": 80.0}, "with the last sample"
     followed, left = HardwareWatch(parts, sink, lambda: 0), list[int]()
     followed.period = 0.0
 

@@ -1,5 +1,7 @@
 """Random numbers: the published generator, and the numbers derived from it."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -149,3 +151,12 @@ def test_numbers_are_drawn_on_the_device_that_needs_them() -> None:
     assert [(numbers.device.type, numbers.dtype) for numbers in drawn] == [
         ("meta", dtype) for dtype in (torch.int64, *[torch.float32] * 3, torch.int64, torch.int64)
     ]
+
+
+def test_the_key_of_an_example_has_the_purpose_before_the_epoch_as_the_order_of_an_epoch_has() -> None:
+    indices = torch.tensor([0, 5, 2**40])
+    for purpose, epoch in itertools.product((rng.AUGMENT, rng.MIX, rng.CUTOUT), (0, 1, 2, 9)):
+        keys = rng.sample_keys(3, epoch, indices, purpose)
+        assert torch.equal(keys, rng.draw(rng.key(3, purpose, epoch), indices))
+    order = torch.argsort(rng.draw(rng.key(3, rng.ORDER, 2), torch.arange(50)), stable=True)
+    assert torch.equal(rng.permutation(3, 2, 50), order)

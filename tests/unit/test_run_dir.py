@@ -380,6 +380,10 @@ def test_a_folder_of_a_later_version_is_refused_and_a_damaged_one_is_not(
     (tmp_path / name).write_text('{"format": 99, "lockstep": "9.0"}')
     with pytest.raises(NewerFormat, match=f"{name} has format 99 of a {kind}"):
         pointed(tmp_path, tmp_path, "resume")
+    if name == "summary.json":
+        (tmp_path / name).write_text('{"format": 99, "lockstep": "9.0", "status": ["of another kind"]}')
+        with pytest.raises(NewerFormat, match="has format 99 of a run folder"):
+            RunDir(tmp_path).read_summary()
     sweep = tmp_path / "sweep"
     (sweep / "003-x").mkdir(parents=True)
     (sweep / "sweep.json").write_text("{}")
