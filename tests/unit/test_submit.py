@@ -75,11 +75,11 @@ def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -
 
 
 def test_an_array_is_throttled_and_any_other_option_of_sbatch_is_passed_on(tmp_path: Path) -> None:
-    further = {"gres": "gpu:a100:2", "exclude": "a b", "exclusive": True, "nice": 1, "hold": False, "comment": None}
+    further = {"gres": "gpu:a100:2", "exclude": "a b", "exclusive": True, "nice": 0, "hold": False, "comment": None}
     options = directives(preview([job(tmp_path, at_once=4, sbatch=further)] * 9, tmp_path))
     assert options["array"] == "0-8%4"
     assert (options["gres"], options["exclude"], options["exclusive"]) == ("gpu:a100:2", "'a b'", "")
-    assert (options["nice"], options.get("hold") == "", "comment" in options) == ("1", False, False)
+    assert (options["nice"], {"hold", "comment"} & options.keys()) == ("0", set())
     for key, sentence in (("nodes", "which Lockstep sets"), ("a\nb", "a long option"), ("x=y", "a long option")):
         with pytest.raises(InputError, match=sentence):
             preview([job(tmp_path, sbatch={key: "1"})])
