@@ -93,7 +93,7 @@ def test_the_lists_are_made_once_for_each_state_that_is_loaded(name: str) -> Non
         parameter.grad = torch.ones(2)
         optimizer.step()
         lists.append(optimizer.tensors)  # type: ignore[attr-defined]
-    assert all(made is lists[start] is not None for start in (1, 3, 6) for made in lists[start : start + 2])
+    assert all(tensors is lists[start] is not None for start in (1, 3, 6) for tensors in lists[start : start + 2])
     assert all(lists[step] is not lists[step - 1] for step in (3, 6)), "of the state that was loaded"
 
 

@@ -95,18 +95,18 @@ def test_what_a_replay_has_told_stays_as_it_was_after_later_ones(
     micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_step, "CudaGraph", Tape)
-    told: dict[type[TrainStep], list[Any]] = {}
+    records_of: dict[type[TrainStep], list[Any]] = {}
     for kind in (TrainStep, GraphStep):
         trainer = trainer_of(network(), World.solo(), steps=5, micro_batches=micro_batches)
         step = kind(**{part.name: getattr(trainer.step, part.name) for part in fields(TrainStep)})
-        told[kind] = kept = []
+        records_of[kind] = records = []
         step.listener = StepListener(
-            record=lambda loss, logits, micro, images, kept=kept: kept.append((loss, logits, images, micro))
+            record=lambda loss, logits, micro, images, records=records: records.append((loss, logits, images, micro))
         )
         for shard in trainer.transforms.train(trainer.loader.train(after=0)):
             step.update(shard)
-    assert len(told[GraphStep]) == 5 * micro_batches
-    for expected, actual in zip(told[TrainStep], told[GraphStep], strict=True):
+    assert len(records_of[GraphStep]) == 5 * micro_batches
+    for expected, actual in zip(records_of[TrainStep], records_of[GraphStep], strict=True):
         tensors = [[*own, micro.images, micro.labels, micro.indices] for *own, micro in (expected, actual)]
         assert all(map(torch.equal, *tensors))
 

@@ -463,7 +463,7 @@ def test_a_node_names_the_declared_classes_of_an_extension_and_nothing_else_of_i
     assert "flat_of_mine" in extensions.classes_of_user("model")
     assert not {"linear", "object"} & extensions.classes_of_user("model").keys()
     assert extensions.is_importable(cls)
-    near = [type("Flat", (cls,), {"__module__": f"{package}{rest}"}) for rest in ("", ".deep.er", "_too", "2.nets")]
+    near = [type("Flat", (cls,), {"__module__": f"{package}{end}"}) for end in ("", ".deep.er", "_too", "2.nets")]
     assert [*map(extensions.is_importable, near)] == [True, True, False, False]
     assert ("model", "flat_of_mine") not in extensions.of_program()
     extensions.active.cache_clear()

@@ -1033,9 +1033,9 @@ def test_a_running_job_shows_how_far_it_is(running: JobRun) -> None:
     assert progress.left() == pytest.approx(60, abs=2)
     progress.update(running.record, 0.5)  # the round of a halving ends here
     assert progress.left() == 0
-    for rest, shown in ((', "acc/val_top1": 7', (20, 61.5)), ("0.5}", (20, 61.5)), ("\n", (23, 70.5))):
+    for text, shown in ((', "acc/val_top1": 7', (20, 61.5)), ("0.5}", (20, 61.5)), ("\n", (23, 70.5))):
         with metrics.open("a") as file:
-            file.write(rest)
+            file.write(text)
         progress.update(running.record, 1.0)
         assert (progress.step, progress.best) == shown
 

@@ -675,9 +675,9 @@ def test_axes_of_one_unit_make_a_square_and_a_chart_grows_with_its_columns() -> 
     import matplotlib as mpl
 
     def sides(address: str) -> tuple[float, float]:
-        found = re.search(r'<svg [^>]*?width="(\S+)pt" height="(\S+)pt"', base64.b64decode(address[26:]).decode())
-        assert found is not None
-        return float(found[1]) / 72, float(found[2]) / 72
+        size = re.search(r'<svg [^>]*?width="(\S+)pt" height="(\S+)pt"', base64.b64decode(address[26:]).decode())
+        assert size is not None
+        return float(size[1]) / 72, float(size[2]) / 72
 
     own = dict(mpl.rcParams)
     square = sides(pictures.against_true(OF_VALUES, 0))
