@@ -541,6 +541,51 @@ config/options.py: classes that are declared after a group was first asked for a
 config/extensions.py: a recipe with a comment above the line of its package is refused
 - if GLOBAL.encode() in file.read_bytes()}
 + if file.read_bytes().startswith(GLOBAL.encode())}
+job/validate.py: on several machines a compiled model is checked for the ranks of one
+-     job.strategy.check_compile(job.launcher.world_size, job.device)
++     job.strategy.check_compile(int(job.launcher.ranks), job.device)
+core/run_dir.py: `SWEEP/3` can be job 13 or 103
+-         return next(path.parent.glob(f"{int(path.name):03}-*"), path)
++         return next(path.parent.glob(f"*{int(path.name)}-*"), path)
+strategy/cutting.py: a parameter that is first used elsewhere than in its module is at the place of its module
+-             name: self.first_use.get(name, self.begun.get(modules[name.rpartition(".")[0]], 0))
++             name: self.begun.get(modules[name.rpartition(".")[0]], self.first_use.get(name, 0))
+strategy/ddp.py: with layers that are frozen for a time, Accelerate loses the other keys of the strategy
+-         return replace(self, find_unused_parameters=True)
++         return type(self)(find_unused_parameters=True)
+telemetry/hardware_watch.py: the last sample is missing in the figures of the run
+-         self.done.set()
+-         if self.is_alive():
+-             self.join(LAST_SAMPLE_S)
+-             if self.is_alive():
+-                 log.warn("NVML does not answer; the last figures of the GPUs are missing")
+-                 return self._figures()
+-         with close_all(*(part.close for part in self.parts if isinstance(part, Gpus))):
+-             return self._figures()
++         self.done.set()
++         figures = self._figures()
++         if self.is_alive():
++             self.join(LAST_SAMPLE_S)
++             if self.is_alive():
++                 log.warn("NVML does not answer; the last figures of the GPUs are missing")
++                 return figures
++         with close_all(*(part.close for part in self.parts if isinstance(part, Gpus))):
++             return figures
+data/datasets/files.py: images are divided by the means of ImageNet
+-         return per_channel(IMAGENET_STD, self.image_shape[0])
++         return per_channel(IMAGENET_MEAN, self.image_shape[0])
+config/components.py: the sentence about a wrong value of an option lacks the group before the key
+-             raise InputError(messages.sentence(error, prefix)) from error
++             raise InputError(messages.sentence(error)) from error
+core/figures.py: a GPU figure of zero is missing
+- for name, value in figures.items() if is_number(value)}
++ for name, value in figures.items() if value and is_number(value)}
+core/rng.py: the epoch and the purpose of random numbers are exchanged
+-     return draw(key(seed, purpose, epoch), indices)
++     return draw(key(seed, epoch, purpose), indices)
+telemetry/pictures.py: the labels are those of the leftmost points, not of the first ones
+- [*zip(x, y, labels, strict=True)][:LABELLED]
++ sorted(zip(x, y, labels, strict=True))[:LABELLED]
 """
 
 
