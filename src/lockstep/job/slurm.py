@@ -122,6 +122,7 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
         commands = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
     lines = [
         "#!/bin/bash",
+        # null and false leave an option out, and 0 is a value.
         *(_directive(key, value) for key, value in options.items() if value is not None and value is not False),
         "#SBATCH --requeue",
         # A job must not import from the folder in which it was submitted, which can be somebody else's run folder.
@@ -136,7 +137,7 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
 
 
 def _directive(key: str, value: object) -> str:
-    """A line for sbatch; an option without a value has the value true, and false leaves it out."""
+    """A line for sbatch; an option without a value has the value true."""
     return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
 
 

@@ -21,7 +21,7 @@ EvaluationFigures = tuple[dict[str, float], dict[str, float]]
 
 
 class Callbacks(Observers):
-    """The observers of this rank, of which the first are its callbacks, by name."""
+    """The observers of this rank: first its callbacks, which have names, and behind them the loggers."""
 
     def __init__(self, callbacks: Mapping[str, Callback], names: Sequence[str] = ()) -> None:
         super().__init__(*callbacks.values(), names=names)
