@@ -233,7 +233,7 @@ def test_a_search_in_a_file_of_somebody_else_is_refused(project: Path, where: st
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("job", {"chdir": True}, "hydra.job.chdir is True in a config file"),
+        ("job", {"chdir": True}, "hydra.job.chdir is true in a config file"),
         ("job", {"env_copy": ["HOME"]}, "hydra.job.env_copy copies environment variables"),
         ("launcher", {"gpus": 2}, "hydra.launcher.gpus=2 has no effect"),
         ("sweeper", {"direction": "minimize"}, "hydra.sweeper.direction=minimize, but the jobs are compared by"),

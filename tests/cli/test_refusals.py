@@ -57,7 +57,7 @@ dataset=digits dataset.size=8 -> Did you mean 'dataset.input_size'? dataset=fake
 schedule.milestones=[3] ->  schedule=step has milestones: add schedule=step, or remove it.
 +foo=1 -> foo: there is no such key in the config.
 ~epochs -> epochs: this key is required
-~model -> model is None, expected one of the group's options: model=NAME
+~model -> model is null, expected one of the group's options: model=NAME
 model=timm -> model.name has no value; give it one with model.name=VALUE
 name=${no.such.key} -> no.such.key
 train.ema=yes_please -> train.ema is 'yes_please', expected

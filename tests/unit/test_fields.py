@@ -353,11 +353,11 @@ def test_spaces_around_and_within_a_duration_or_a_time_change_nothing() -> None:
 def test_a_plugins_number_is_whole_and_at_least_the_least() -> None:
     for value in (1, 2, 10**30):
         fields.check_whole("hydra.sweeper.n_trials", value, 1)
-    wrong: list[Any] = [0, -1, True, 1.0, "1", None]
-    for value in wrong:
+    wrong: list[tuple[Any, str]] = [(0, "0"), (-1, "-1"), (True, "true"), (1.0, "1.0"), ("1", "'1'"), (None, "null")]
+    for value, as_yaml in wrong:
         with pytest.raises(InputError) as caught:
             fields.check_whole("key", value, 1)
-        assert str(caught.value) == f"key is {value!r}, expected a whole number from 1: key=1"
+        assert str(caught.value) == f"key is {as_yaml}, expected a whole number from 1: key=1"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -139,7 +139,7 @@ def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("hydra: {verbose: true}", r"^hydra\.verbose is True in a config file, which may set only "),
+        ("hydra: {verbose: true}", r"^hydra\.verbose is true in a config file, which may set only "),
         ("output_root: /elsewhere", r"^output_root is '/elsewhere' in a config file or in the run folder"),
     ],
 )
@@ -452,7 +452,7 @@ def test_a_file_of_an_extension_places_the_runs_anywhere(tmp_path: Path, monkeyp
 
 
 def test_what_a_file_may_not_say_is_refused_with_all_that_it_may(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^hydra\.verbose is True in a config file, which may set only ") as refused:
+    with pytest.raises(InputError, match=r"^hydra\.verbose is true in a config file, which may set only ") as refused:
         sent(tmp_path, {"hydra": {"verbose": True}})
     listed = str(refused.value).partition("may set only ")[2].partition(", so that")[0].split(", ")
     assert listed == [

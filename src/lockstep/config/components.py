@@ -43,7 +43,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
     key = key or group
     if not isinstance(node, Mapping) or "_target_" not in node:
         in_recipe = f"; a recipe chooses it with `- override /{group}: {node}`" if isinstance(node, str) else ""
-        raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME{in_recipe}")
+        raise InputError(f"{key} is {shown(node)}, expected one of the group's options: {group}=NAME{in_recipe}")
     cls = extensions.class_of(group, node["_target_"], key)
     former = fields.former_names(cls)
     present = {former.get(str(key), str(key)): value for key, value in node.items() if key != "_target_"}

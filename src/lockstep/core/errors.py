@@ -189,7 +189,9 @@ def is_one_line(text: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for use in a sentence. A long text is cut; a very long number is replaced by its length."""
+    """A value for a sentence, as YAML has it. A long text is cut; a very long number is replaced by its length."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
     if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
         return f"a number of more than {SHOWN_DIGITS} digits"
     if isinstance(value, list):

@@ -376,7 +376,7 @@ PATTERN = Check(
 def check_whole(key: str, value: object, least: int) -> None:
     """Reject anything but a whole number from `least`, for a key of a Hydra plugin, which no class describes."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{key} is {value!r}, expected a whole number from {least}: {key}={least}")
+        raise InputError(f"{key} is {shown(value)}, expected a whole number from {least}: {key}={least}")
 
 
 def rule_of(cls: type[Any], name: str) -> Rule | None:

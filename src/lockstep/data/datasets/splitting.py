@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.data_protocols import SPLIT_NAMES, Source
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import LABELS
 
@@ -174,7 +174,7 @@ class CutSource(Source):
         if folds is not None and (self.fold is None or self.fold >= folds):
             every = ",".join(map(str, range(folds))) if folds <= FOLDS_NAMED else f"0,1,...,{folds - 1}"
             raise InputError(
-                f"dataset.fold is {'null' if self.fold is None else self.fold}, expected a fold from 0 to "
+                f"dataset.fold is {shown(self.fold)}, expected a fold from 0 to "
                 f"{folds - 1} to evaluate; all of them: dataset.fold={every} -m"
             )
         if folds is not None and self.val_share is not None:
