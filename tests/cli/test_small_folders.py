@@ -92,6 +92,7 @@ LAYOUTS = {
     "classes alone": (("lamp", "mug"), "", ""),
     "classes with folders": (("lamp/old", "lamp/new", "mug/steam_train"), "", ""),
     "a class that is called a train": (("lamp/old", "mug/old", "steam_train/old"), "", ""),
+    "classes that are called train and test": (("lamp", "steam_train", "test_tube"), "", ""),
     "classes, one level too high": (("photos/lamp", "photos/mug"), "photos", "photos"),
     "val alone": (("val/lamp", "val/mug"), "val", "val"),
     "train alone": (("train/lamp", "train/mug"), "train", "train"),

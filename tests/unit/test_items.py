@@ -717,6 +717,13 @@ def test_an_option_of_one_dataset_is_cut_and_has_no_test() -> None:
     with pytest.raises(InputError, match=r"^dataset: there is no Dataset to evaluate; return one in val_dataset\(\)"):
         Alone(**words).train()  # type: ignore[arg-type]
 
+    class Evaluated(Alone):
+        def val_dataset(self) -> Any:
+            return Photos()
+
+    evaluated = Evaluated(**words)  # type: ignore[arg-type]
+    assert (len(evaluated.eval()), evaluated.test()) == (NUMBER, None)
+
 
 def test_a_stored_size_of_items_is_a_height_and_a_width() -> None:
     source = option(Photos(), Photos(), decode_size=[4, 5], channels=1)

@@ -304,6 +304,14 @@ def test_colour_changes_are_drawn_as_by_colorjitter_and_by_their_probabilities()
     related = torch.corrcoef(torch.stack(numbers)).fill_diagonal_(0).abs()
     assert related[3:].max() < 0.05, "the strengths and the choices depend on nothing else"
     assert not list(steps.colours(draws(4), jitter=0, grey=0, blur=0, solarize=0)), "off costs nothing"
+    off = {"jitter": 0.0, "grey": 0.0, "blur": 0.0, "solarize": 0.0}
+    for name, probability, together in (
+        ("grey", 0.2, drawn[3]),
+        ("blur", 0.1, drawn[4]),
+        ("solarize", 0.25, drawn[5]),
+    ):
+        (alone,) = steps.colours(draws(12_000), **{**off, name: probability})
+        assert all(map(torch.equal, alone, together)), "the same images, whatever else is on"
 
 
 def test_a_blur_has_a_deviation_of_a_tenth_to_two_pixels() -> None:

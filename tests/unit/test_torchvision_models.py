@@ -183,8 +183,9 @@ def test_weights_are_fetched_once_with_their_hash_and_without_code(
     option = Torchvision(name="resnet18", pretrained=True)
     Torchvision(name="resnet18").prepare()
     assert (fetched, option.missing_weights(), option.has_published()) == ([], "", True)
-    option.prepare()
-    assert fetched == [{"progress": False, "check_hash": True, "weights_only": True}]
+    for pretrained in (True, "auto"):
+        replace(option, pretrained=pretrained).prepare()
+    assert fetched == [{"progress": False, "check_hash": True, "weights_only": True}] * 2
     folder, url = tmp_path / "hub" / "checkpoints", models.ResNet18_Weights.DEFAULT.url
     for far[0], reason in (("broken", "invalid hash value"), ("far", "far")):
         with pytest.raises(InputError) as caught:
@@ -196,7 +197,7 @@ def test_weights_are_fetched_once_with_their_hash_and_without_code(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / url.rpartition("/")[2]).touch()
     option.prepare()
-    assert (len(fetched), option.missing_weights()) == (2, "")
+    assert (len(fetched), option.missing_weights()) == (3, "")
 
 
 @pytest.mark.parametrize(

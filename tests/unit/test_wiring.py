@@ -1163,7 +1163,9 @@ def test_a_model_is_compiled_for_fixed_shapes_and_main_says_so_once(
     assert announced == [sentence] * is_main
     assert logged == ["compiled in 2.5 s", "compiled in 1.0 s"]
     compiling.dynamo.recompile_limit = 64
+    job.model.compile_mode = "max_autotune_no_cudagraphs"  # of a class of a user
     train_state.compile_model(model, job, world, stop)
+    assert calls[1:] == [{"mode": "max-autotune-no-cudagraphs", "dynamic": False}]
     assert compiling.dynamo.recompile_limit == 64
     assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
 
