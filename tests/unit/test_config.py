@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import errno
+import functools
 import importlib
 import inspect
 import itertools
@@ -378,6 +379,11 @@ class Colour(enum.Enum):
     blue = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    colour: Colour = Colour.red
+
+
 def containers(node: Any) -> Iterator[Any]:
     """The lists and the mappings in a plain value, and itself if it is one."""
     if isinstance(node, list | dict):
@@ -403,14 +409,16 @@ def test_a_node_has_the_names_of_an_enum_and_the_usual_loss_of_a_task(monkeypatc
     @option("model")
     class Painted:
         colour: Colour = Colour.red
+        frame: Frame = dataclasses.field(default_factory=Frame)
 
         def build(self, *_: object) -> Any: ...
 
     of: Any = Painted
     node = options.default_node("model", of)
-    assert node == {"_target_": options.class_path(of), "colour": "red"}
-    assert components.build("model", {**node, "colour": "blue"}) == of(colour=Colour.blue)
-    assert components.node(of(colour=Colour.blue))["colour"] == "blue"
+    assert node == {"_target_": options.class_path(of), "colour": "red", "frame": {"colour": "red"}}
+    blue = {**node, "colour": "blue", "frame": {"colour": "blue"}}
+    assert components.build("model", blue) == of(colour=Colour.blue, frame=Frame(Colour.blue))
+    assert components.node(of(colour=Colour.blue, frame=Frame(Colour.blue))) == blue
     defaults = {
         name: options.default_node("task", cls).get("defaults") for name, cls in options.declared("task").items()
     }
@@ -811,6 +819,12 @@ def test_values_that_no_number_holds_are_the_users_mistake() -> None:
             components.build_job({**values, **wrong})
     with pytest.raises(InputError, match=r"^optimizer\.lr|^the config cannot be composed"):
         components.build("optimizer", {"_target_": "lockstep.optim.SGD", "lr": 10**400})
+
+
+def test_values_that_are_nested_too_deeply_are_the_users_mistake() -> None:
+    options = functools.reduce(lambda inner, _: {"a": inner}, range(900), {"a": 1})
+    with pytest.raises(InputError, match=r"^the config cannot be composed \(RecursionError: "):
+        components.build("optimizer", {"_target_": "lockstep.optim.Timm", "opt": "lamb", "options": options})
 
 
 def test_a_reference_to_nothing_is_named_by_its_key_and_a_value_that_is_missing_too() -> None:

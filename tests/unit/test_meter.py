@@ -375,6 +375,10 @@ def test_an_evaluation_inside_a_window_has_the_figures_of_its_epoch_alone() -> N
     telemetry.evaluated(4, {}, best=True)
     assert observer.of("evaluated")[0][1] == {"loss/train_epoch": 0.0, "acc/train_epoch_top1": 100.0}
     assert display.of("evaluated")[0][3:] == [True]
+    telemetry, observer, _ = meter_of()
+    add(telemetry, 4, 3.0, 0)
+    telemetry.evaluated(4, {}, best=True)
+    assert observer.of("evaluated")[0][1] == {"loss/train_epoch": 1.5, "acc/train_epoch_top1": 0.0}
 
 
 def test_the_pace_of_a_resumed_window_is_that_of_the_steps_of_this_process(passes: Callable[[float], None]) -> None:

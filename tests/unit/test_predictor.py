@@ -41,6 +41,7 @@ from lockstep.core.model_card import (
 )
 from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile, UnreadableStorage
 from lockstep.core.world import World
 from lockstep.data.datasets.arrays import ArraySplit
 from lockstep.data.datasets.builtin import Digits
@@ -554,6 +555,19 @@ def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
     tensors.pop(name)
     save_file(tensors, file, changed(digits))
     refused(f"is of another model: 1 tensors differ, e.g. {name}")
+
+
+@pytest.mark.parametrize("kind", [UnreadableFile, UnreadableStorage])
+def test_a_file_that_cannot_be_read_is_no_mistake_of_its_model(
+    digits: RunDir, monkeypatch: pytest.MonkeyPatch, kind: type[UnreadableFile]
+) -> None:
+    def fail(file: Path) -> None:
+        raise kind(file, "cannot be read (Input/output error)")
+
+    monkeypatch.setattr(trained, "load_weights", fail)
+    with pytest.raises(kind) as refused:
+        load_trained(digits.path, device="cpu")
+    assert str(refused.value) == f"{digits.weights} cannot be read (Input/output error)"
 
 
 def test_latest_is_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

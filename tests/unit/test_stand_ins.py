@@ -51,9 +51,10 @@ def test_a_module_and_a_function_are_stood_for_by_their_types_and_their_weights(
     model = stand_in("model", net)
     assert (type(model), model.type, model.module) == (ModelObject, "Linear", "torch.nn.modules.linear")
     assert model.weights == digest(net)
-    for function, name in ((my_loss, "my_loss"), (nn.CrossEntropyLoss(reduction="none"), "CrossEntropyLoss")):
+    of_torch = ("CrossEntropyLoss", "torch.nn.modules.loss")
+    for function, of in ((my_loss, ("my_loss", __name__)), (nn.CrossEntropyLoss(reduction="none"), of_torch)):
         loss = stand_in("loss", function)
-        assert (type(loss), loss.type) == (LossObject, name)
+        assert (type(loss), loss.type, loss.module) == (LossObject, *of)
         assert vars(loss)["original"] is function
     option, dataset = SGD(lr=0.5), DatasetObject(original=(IMAGES, None, None))
     assert stand_in("optimizer", option) is option
