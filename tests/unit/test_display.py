@@ -621,6 +621,15 @@ def test_a_silence_is_counted_from_the_last_line_whatever_it_was(
     ]
 
 
+def test_a_warning_is_shown_and_is_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines(PLAN, left(0), Monitor())
+    lines.warn("no best yet")
+    lines.close()
+    assert (caplog.messages, capsys.readouterr().out) == (["no best yet"], "warning: no best yet\n")
+
+
 def test_a_row_of_a_notebook_is_a_line_of_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

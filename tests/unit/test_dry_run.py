@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from torch import nn
 
 from helpers import losses, resolved, train_here
 from lockstep.core.errors import InputError, LockstepError
@@ -148,6 +149,22 @@ def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyP
     assert average.n_averaged == 1
 
 
+def test_a_trial_has_images_of_the_size_of_training() -> None:
+    shapes = set[tuple[int, ...]]()
+
+    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, nn.Conv2d) and module.in_channels == 3 and len(inputs[0]) == 2:
+            shapes.add((*inputs[0].shape,))
+
+    words = ("model=test_resnet", "dataset=fake", "dataset.channels=3", "dataset.size=32", "train.size=[24,16]")
+    hook = nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        dry_run_step(resolved(*words), World.solo(), 2)()
+    finally:
+        hook.remove()
+    assert shapes == {(2, 3, 24, 16)}
+
+
 @pytest.mark.parametrize(
     "job",
     [
@@ -219,12 +236,13 @@ def test_memory_that_has_run_out_is_no_error_of_a_trial(error: Exception) -> Non
     assert dry_run.unless_out_of_memory(lambda: 3) == 3
 
 
-def test_a_trial_leaves_the_threads_alone() -> None:
-    torch.set_num_threads(2)
+@pytest.mark.parametrize(("before", "within"), [(2, 1), (1, 2)])
+def test_a_trial_leaves_the_threads_alone(before: int, within: int) -> None:
+    torch.set_num_threads(before)
     with suppress(ZeroDivisionError), dry_run.trial(torch.device("cpu")):
-        torch.set_num_threads(1)
+        torch.set_num_threads(within)
         raise ZeroDivisionError
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == before
 
 
 def test_a_run_of_workers_chosen_by_trials_is_the_run_without_them_and_keeps_their_number(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_the_user_sees_the_name_of_a_librarys_model_and_no_empty_parentheses() -
         "DigitNet(width=64)": DigitNet(width=64),
         "resnet18": Timm(name="resnet18"),
         "resnet18(drop_rate=0.5)": Timm(name="resnet18", drop_rate=0.5),
+        "resnet18(options={'block': 'Timm()'})": Timm(name="resnet18", options={"block": "Timm()"}),
         "Net": ModelObject(type="Net", module="own", weights="abc"),
     }
     assert {name: named(option) for name, option in names.items()} == {name: name for name in names}

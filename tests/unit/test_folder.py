@@ -269,6 +269,7 @@ def test_files_of_at_most_half_of_the_input_are_called_small(
     ("sizes", "seen", "share", "augment"),
     [
         ({"decode_size": 256}, (224, 224), 0.875, "standard"),
+        ({"decode_size": 256, "input_size": None}, (256, 256), 1.0, "standard"),
         ({"decode_size": [256, 320]}, (256, 320), 1.0, "standard"),
         ({"decode_size": [320, 256]}, (320, 256), 1.0, "standard"),
         ({"decode_size": [64, 300]}, (64, 300), 1.0, "crop_flip"),

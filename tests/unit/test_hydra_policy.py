@@ -222,7 +222,7 @@ def sent(folder: Path, content: dict[str, Any], *words: str) -> Any:
 FOLDERS = [".".join(key) for key in hydra_policy.FOLDER_KEYS]
 
 
-OUTSIDE = ("../x", "/x", "${name}", "a/${hydra.job.name}", "${now:..}/x", ".${now:.}/x")
+OUTSIDE = ("..", "${output_root}/..", "../x", "/x", "${name}", "a/${hydra.job.name}", "${now:..}/x", ".${now:.}/x")
 
 
 @pytest.mark.parametrize(

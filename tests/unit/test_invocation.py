@@ -347,6 +347,7 @@ def test_a_rank_may_name_the_extensions_of_its_program_again(
     monkeypatch.setattr(sys, "path_importer_cache", {})
     extensions.use(packages[:1])
     assert sys.path.count(str(tmp_path)) == 1
+    assert sys.path[-1] == str(tmp_path), "its neighbours hide no package that is installed"
     extensions.use(packages[:1])
     assert sys.path.count(str(tmp_path)) == 1, "what is found needs no other path"
 

@@ -182,6 +182,11 @@ def test_an_interval_of_time_is_no_number_of_steps() -> None:
     assert (decided["train.eval_every"], decided["telemetry.interval"], decided["steps"]) == ([3], [2], [48])
 
 
+def test_an_average_begins_with_the_first_step_at_the_earliest_and_has_every_step_at_most() -> None:
+    job = resolved(*JOB, "train.swa_from=1%", "train.swa_every=1%", "steps=7")
+    assert averaging_of(decisions(job, plan_of(job, 115))) == Averaging(1, 1, 7)
+
+
 @pytest.mark.parametrize("length", ["epochs=4", "steps=40"])
 @pytest.mark.parametrize("words", ["25%", "50%", "7 train.swa_every=10%", "25% train.swa_every=10%", "90%"])
 def test_the_command_that_trains_longer_fits_the_average(length: str, words: str) -> None:

@@ -20,6 +20,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.safe_read import check_size
 from lockstep.data.datasets import HF, WebDataset, webdataset
 from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.tables import TableRow
 
 
 def png(level: int) -> bytes:
@@ -379,6 +380,13 @@ def test_a_row_of_a_saved_table_without_an_image_is_broken(tmp_path: Path) -> No
     assert source.fingerprint()
     with pytest.raises(InputError, match=r"row 2 of .* \(the table does not contain its bytes\)"):
         torch.cat([split.fetch([*range(len(split))]) for split in (source.train(), source.eval())])
+
+
+@pytest.mark.parametrize("image", [None, {"path": "7.png"}, {"bytes": None, "path": "7.png"}])
+def test_an_image_that_a_table_names_and_does_not_contain_is_broken(image: dict[str, Any] | None) -> None:
+    row = TableRow(table=[{"photo": image}], where="a table", column="photo", row=0)
+    with pytest.raises(ValueError, match=r"^the table does not contain its bytes$"):
+        row.contents()
 
 
 def test_shards_are_read_in_the_order_of_their_names(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

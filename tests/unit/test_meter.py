@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.telemetry import meter
+from lockstep.telemetry import meter, window
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.time_spent import TimeSpent
@@ -122,6 +122,29 @@ def test_the_figures_of_a_task_are_added_up_in_float64(dtype: torch.dtype) -> No
     telemetry.log("gap", values := torch.cat([torch.tensor([2.0**15]), torch.full((4096,), 2.0**-9)]).to(dtype))
     telemetry.end_window(1, {}, None)
     assert observer.of("write")[-1][1]["gap"] == math.fsum(values.tolist()) / 4097
+
+
+def test_the_figures_of_a_gpu_are_read_once_their_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, events = torch.zeros(2), list[Any]()
+
+    class Event:
+        def record(self) -> None:
+            events.append("record")
+
+        def synchronize(self) -> None:
+            host.copy_(torch.tensor([3.0, 4.0]))
+
+    def begin(tensor: Any, *, non_blocking: bool) -> Any:
+        events.append((tensor, non_blocking))
+        return host
+
+    memory = SimpleNamespace(copy_=begin)
+    monkeypatch.setattr(window.torch, "empty", lambda *_, pin_memory, **options: memory if pin_memory else None)
+    monkeypatch.setattr(window.torch.cuda, "Event", Event)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, shape=(2,), dtype=torch.float32)
+    read = window.copied(on_gpu)
+    assert events == [(on_gpu, True), "record"]
+    assert read() == [3.0, 4.0]
 
 
 def test_a_figure_that_no_image_has_is_nan_and_a_task_may_have_no_accuracy() -> None:

@@ -304,6 +304,8 @@ def test_a_sketch_takes_no_weights_no_memory_and_no_random_numbers(pretrained: b
     option = Timm(name="resnet18.a1_in1k", pretrained=pretrained)
     before = torch.get_rng_state()
     assert {parameter.device.type for parameter in sketch(option, 3, (3, 32, 32)).parameters()} == {"meta"}
+    drawing: Any = SimpleNamespace(pretrained=False, build=lambda *_: torch.rand(3, device="cpu"))
+    assert sketch(drawing, 3, (3, 32, 32)).shape == (3,)
     assert torch.equal(torch.get_rng_state(), before)
     assert without_weights(option).pretrained is False
     assert option.pretrained == pretrained

@@ -170,10 +170,23 @@ def test_a_stop_at_any_moment_ends_the_run_evaluated_saved_and_for_the_first_rea
     assert watch.moments[-1] == ("run_end", last)
 
 
-@pytest.mark.parametrize(("step", "moments"), [(3, []), (4, ["epoch_end"])])
-def test_the_evaluation_of_a_run_that_a_callback_has_ended_is_made_up(step: int, moments: list[str]) -> None:
+def test_a_stop_after_an_evaluation_within_an_epoch_ends_the_run_at_its_step() -> None:
+    watch = Told(lambda moment, run: run.stop("enough") if moment == "evaluation_end" else None)
+    trainer = told_by(watch, steps=9, every={**LATER, "eval_every": 3})
+    assert fitted(trainer)[1:] == (3, "")
+    assert watch.moments[-2:] == [("evaluation_end", 3), ("run_end", 3)]
+
+
+@pytest.mark.parametrize(
+    ("step", "eval_every", "moments"),
+    [(3, 2, []), (4, 2, ["epoch_end"]), (4, 3, [])],  # the last epoch has ended before: its evaluation was not due
+)
+def test_the_evaluation_of_a_run_that_a_callback_has_ended_is_made_up(
+    step: int, eval_every: int, moments: list[str]
+) -> None:
     watch = Told()
-    trainer = told_by(watch, steps=9, progress=Progress(step=step, stopped="enough"))
+    every = {**LATER, "eval_every": eval_every}
+    trainer = told_by(watch, steps=9, every=every, progress=Progress(step=step, stopped="enough"))
     assert fitted(trainer) == ([("eval", step, True), ("save", step, True)], step, "")
     between = ["evaluation_start", "evaluation_end", *moments]
     assert [moment for moment, _ in watch.moments] == ["run_start", *between, "run_end"]

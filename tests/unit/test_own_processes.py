@@ -88,12 +88,15 @@ def is_gone(pid: int) -> bool:
 def test_what_a_command_leaves_is_ended_with_it_and_with_its_context() -> None:
     _, out, _ = ended(LEAVE.format(WAIT), capture=True)
     wait_for(lambda: is_gone(int(out)))
-    with running([*PYTHON, "-c", f"{LEAVE.format(WAIT)}; {WAIT}"], capture=True) as process:
-        stream = process.streams[0]
-        wait_for(lambda: os.pread(stream.fileno(), 99, 0).endswith(b"\n"))
-        left = int(os.pread(stream.fileno(), 99, 0))
-    assert process.returncode == -signal.SIGKILL
-    wait_for(lambda: is_gone(left))
+    for last, state, code in ((WAIT, psutil.STATUS_SLEEPING, -signal.SIGKILL), ("", psutil.STATUS_ZOMBIE, 0)):
+        with running([*PYTHON, "-c", f"{LEAVE.format(WAIT)}; {last}"], capture=True) as process:
+            stream = process.streams[0]
+            wait_for(lambda stream=stream: os.pread(stream.fileno(), 99, 0).endswith(b"\n"))
+            own = psutil.Process(process.pid)
+            wait_for(lambda own=own, state=state: own.status() == state)
+            left = int(os.pread(stream.fileno(), 99, 0))
+        assert process.returncode == code
+        wait_for(lambda left=left: is_gone(left))
 
 
 def test_a_fork_forgets_what_its_parent_does_at_its_end_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,7 @@ def test_many_labels_have_no_curves_and_values_that_are_no_numbers_no_points() -
     predictions = collected(**OF_VALUES | wide)
     assert [len(pair) for pair in predictions.points] == [2] * 20
     assert predictions.points[0] == [[1.0] * 30, [None] * 30]
+    assert [example["predicted"] for example in predictions.worst] == [[None] * 101] * WORST, "JSON has no infinity"
     assert pictures.against_true(predictions, 0).startswith("data:image/svg+xml")
 
 

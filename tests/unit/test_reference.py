@@ -200,6 +200,10 @@ class Entries:
     # at the field
     name: str = "a"  # wins
     bare: int = 1
+    long: tuple[str, ...] = (
+        "a default of several lines",
+        "ends with a comment",
+    )  # behind the last of them
 
 
 @dataclasses.dataclass
@@ -226,10 +230,11 @@ def test_the_meaning_of_an_option_is_its_first_paragraph_and_of_a_key_its_commen
         ("size", size),
         ("name", "what is written at the field wins"),
         ("bare", ""),
+        ("long", "behind the last of them"),
     ]
     assert [*meanings_of(Further).items()] == [
         *(("last", "of its own"), ("size", "anew")),
-        *(("name", "what is written at the field wins"), ("bare", "")),
+        *(("name", "what is written at the field wins"), ("bare", ""), ("long", "behind the last of them")),
     ]
     assert meanings_of(Inside) == {"size": "an entry alone can be read."}
 

@@ -463,6 +463,8 @@ def test_the_stratum_of_several_labels_is_the_rarest() -> None:
     rarest = int(counts.argmin())
     assert folds[:, rarest].max() - folds[:, rarest].min() <= 1, "those with the rarest label are a stratum"
     assert Examples(examples.names, labels, "abcde", "values").strata().tolist() == [0] * 400
+    halves = Examples(examples.names, labels / 2, "abcde", "labels")
+    assert halves.strata().tolist() == examples.strata().tolist(), "a share of a label is a label"
 
 
 def test_a_cut_that_leaves_a_side_without_a_label_is_refused() -> None:

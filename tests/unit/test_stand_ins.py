@@ -214,6 +214,8 @@ def test_the_datasets_of_a_program_are_those_to_train_on_to_evaluate_and_to_test
     three = datasets(IMAGES, other, third, labels=["dark", "bright"])
     assert [three.train_dataset(), three.val_dataset(), three.test_dataset()] == [IMAGES, other, third]
     assert [*three.names] == ["dark", "bright"]
+    empty = TensorDataset(*(tensor[:0] for tensor in IMAGES.tensors))
+    assert datasets(empty, other).train_dataset() is empty, "and not the next one that has images"
     two = datasets(IMAGES, other)
     assert ([*two.names], two.test_dataset(), datasets(IMAGES).val_dataset()) == ([], None, None)
     places = {datasets(IMAGES, other).place, datasets(other, IMAGES).place, datasets(IMAGES, third).place}

@@ -76,6 +76,12 @@ def test_a_timed_step_is_split_into_parts(passes: Callable[[float], None], micro
     assert not any(parameter._post_accumulate_grad_hooks for parameter in times.parameters)
 
 
+def test_a_timed_step_leaves_no_hook_at_any_parameter(passes: Callable[[float], None]) -> None:
+    times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
+    step(times, passes, micro_batches=1, reduction=0)
+    assert [bool(parameter._post_accumulate_grad_hooks) for parameter in times.parameters] == [False, False]
+
+
 def test_the_wait_for_the_slowest_rank_is_taken_from_the_communication(passes: Callable[[float], None]) -> None:
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=True, period=1)
     timed(times, *[{"forward": 6.0, "communication": 4.0}] * LEAST_TIMED)

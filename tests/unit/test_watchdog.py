@@ -242,14 +242,14 @@ def test_a_stop_says_how_far_the_run_was_saved_and_how_long_no_step_was_finished
         rank = Rank(timeout=600, begun=begun)
         rank.stop.saved = "step 5 of 9"
         rank.get(signal.SIGTERM)
-        rank.idle = -20.0  # it has computed since its last step
+        rank.quiet, rank.idle = 7.0, -20.0  # it has computed since its last step
         rank.finished = Ticks(100, lambda now: None)
         with pytest.raises(Ended) as ended:
             rank.run()
         errors.append(str(ended.value.error))
     assert errors[0].startswith("stopped at step 5 of 9, which was saved: rerun")
     assert errors[1].startswith(
-        f"stopped without saving, because no step was finished for {PATIENCE_S + 20.5:g} s; a"
+        f"stopped without saving, because no step was finished for {7 + PATIENCE_S + 20.5:g} s; a"
     )
 
 

@@ -835,7 +835,9 @@ def test_the_progress_knows_which_step_was_evaluated_and_keeps_finite_figures() 
     assert (progress.is_evaluated, progress.score, progress.after) == (False, None, 6)
     progress.evaluated(40.0, {"top1": 40.0}, better=False)
     assert (progress.best, progress.best_step, progress.best_figures) == (50.0, 4, {"top1": 50.0})
-    facts = {**vars(progress), "scores": [[4, 50.0], [6, 40.0]]}
+    progress.step = 8
+    progress.evaluated(None, {}, better=False)
+    facts = {**vars(progress), "scores": [[4, 50.0], [6, 40.0], [8, None]]}
     assert Progress.saved(facts) == progress
 
 
