@@ -173,6 +173,14 @@ def test_what_no_line_fixes_is_said_with_what_to_do(places: tuple[str, ...], say
         Folder(path=str(layout(tmp_path, "given", *places))).listings()
 
 
+@pytest.mark.parametrize("name", ["train", "Train", "VAL", "mug"])
+def test_a_split_without_classes_is_not_taken_for_a_class_beside_it(name: str, tmp_path: Path) -> None:
+    root = layout(tmp_path, "given", name, "lamp")
+    says = "did you mean dataset.path=.*given" if name == "mug" else "move its images into folders of their classes"
+    with pytest.raises(InputError, match=f"{name} has no subfolders, expected one per class; {says}"):
+        Folder(path=str(root / name)).listings()
+
+
 def test_one_class_alone_is_refused(tmp_path: Path) -> None:
     layout(tmp_path, "photos", "train/mug", "val/mug")
     done = train(*JOB, cwd=tmp_path)

@@ -37,8 +37,8 @@ def array(pixels: Any, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def version_2(pixels: Pixels) -> bytes:
-    np.lib.format.write_array(file := io.BytesIO(), pixels, version=(2, 0))
+def of_version(number: int, pixels: Pixels) -> bytes:
+    np.lib.format.write_array(file := io.BytesIO(), pixels, version=(number, 0))
     return file.getvalue()
 
 
@@ -54,7 +54,8 @@ def planes(pixels: Pixels, **options: Any) -> bytes:
 
 FILES: dict[str, Callable[[Pixels], bytes]] = {
     "npy": array,
-    "npy of version 2": lambda pixels: version_2(pixels),
+    "npy of version 2": lambda pixels: of_version(2, pixels),
+    "npy of version 3": lambda pixels: of_version(3, pixels),
     "npy by columns": lambda pixels: array(np.asfortranarray(pixels)),
     "TIFF": bands,
     "big-endian TIFF": lambda pixels: bands(pixels, byteorder=">"),
@@ -94,6 +95,9 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "four dimensions": (lambda: array(IMAGE[None]), r"its shape is \(1, 30, 22, 5\), expected height x width x 5"),
     "no pixels": (lambda: array(IMAGE[:0]), "its header says 22x0"),
     "16 bits": (lambda: array(IMAGE.astype(np.uint16)), "its numbers are uint16, expected uint8; choose .* LOW"),
+    "signed bytes": (lambda: array(IMAGE.astype(np.int8)), "its numbers are int8, expected uint8; choose .* LOW"),
+    "truths": (lambda: array(IMAGE > 7), "its numbers are bool, expected uint8"),
+    "a TIFF of signed bytes": (lambda: bands(IMAGE.astype(np.int8)), "its numbers are int8, expected uint8"),
     "floats": (lambda: bands(IMAGE.astype(np.float32)), "its numbers are float32, expected uint8"),
     "objects": (lambda: array(np.full((2, 2, 5), None), allow_pickle=True), "Object arrays cannot be loaded"),
     "cut": (lambda: array(IMAGE)[:-1], "expected 3300 bytes got 3299"),

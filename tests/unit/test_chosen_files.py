@@ -113,7 +113,7 @@ def test_what_hydra_reads_as_it_is_meant_is_left_alone(content: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("line", "is_read"),
     [
-        ("experiment=mine", ["experiment/mine", "experiment/parent", "debug/fast", "paths/here"]),
+        ("experiment=mine", ["experiment/mine", "experiment/parent", "debug/fast", "paths/here.v2"]),
         ("experiment=mine debug=slow", ["experiment/mine", "experiment/parent", "debug/slow"]),
         ("experiment=mine +debug=slow", ["experiment/mine", "experiment/parent", "debug/slow"]),
         ("experiment=mine debug=[slow,other]", ["experiment/mine", "experiment/parent", "debug/slow", "debug/other"]),
@@ -132,9 +132,10 @@ def test_the_files_of_a_line_and_those_that_they_list_are_read_and_no_others(
     files = {
         "experiment/mine": ["parent", {"/debug": "fast"}, "_self_"],
         "experiment/parent": {"seed": 1},
-        "debug/fast": [{"/paths": "here.yaml"}],
+        "debug/fast": [{"/paths": "here.v2.yaml"}],
         **{
-            name: {"seed": 2} for name in ("debug/slow", "debug/other", "paths/here", "experiment/idle", "debug/idle")
+            name: {"seed": 2}
+            for name in ("debug/slow", "debug/other", "paths/here", "paths/here.v2", "experiment/idle", "debug/idle")
         },
     }
     read(tmp_path, line, files)

@@ -393,6 +393,15 @@ def out_of_memory(*words: str, place: Any = train, changed: Any = None) -> str:
     return str(oom_advice(caught.value, changed(job) if changed else job, WORLD, state, 7))
 
 
+def test_the_weights_and_their_average_are_freed_whoever_holds_their_modules() -> None:
+    job = resolved("train.ema=0.9", "device=cpu")
+    state = build_state(job, World.solo(), plan_of(job, 1442), lambda number: torch.zeros(number, *job.train_shape))
+    assert state.ema is not None
+    modules = (state.model, state.ema.module)
+    dry_run.release(state)
+    assert sum(tensor.numel() for module in modules for tensor in (*module.parameters(), *module.buffers())) == 0
+
+
 def test_a_single_example_that_does_not_fit_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "fits", None)
     assert out_of_memory("batch=3").endswith(

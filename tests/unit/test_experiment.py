@@ -54,6 +54,16 @@ OF_A_LOSS = (
 )
 
 
+def test_the_weights_of_parts_are_drawn_by_the_seed_of_their_job() -> None:
+    drawn = list[dict[str, torch.Tensor]]()
+    for own, seed in ((3, 5), (4, 5), (4, 6)):
+        torch.manual_seed(own)
+        drawn.append(build_parts(resolved(*JOB, f"seed={seed}")).state.model.state_dict())
+    first, again, other = drawn
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
 def losses(folder: Path, option: str = "") -> tuple[tuple[float, ...], float]:
     """The losses of training, and that of the evaluation at its end."""
     words = option.split()

@@ -413,7 +413,10 @@ def test_the_size_of_small_files_is_the_lower_median_of_nine_of_them(
 def test_files_are_small_for_the_shorter_side_of_an_input(tmp_path: Path) -> None:
     path = small_files(tmp_path, 112)
     for size, expected in (([224, 448], 112), ([448, 224], 112), ([222, 448], None), ([448, 222], None)):
-        assert Folder(path=path, input_size=size).enlarged_side() == expected
+        source = Folder(path=path, input_size=size)
+        assert source.enlarged_side() == expected
+        notes = [note for note in source.notes() if "are enlarged to 224: " in note]
+        assert [note.endswith("decode_size=112 is 4 times less work") for note in notes] == [True] * bool(expected)
 
 
 @pytest.mark.parametrize(("file", "seen"), [("IMG.JPG", True), ("b.png", True), ("a.txt", False), ("._a.jpg", False)])

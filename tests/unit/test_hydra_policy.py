@@ -355,6 +355,15 @@ def test_the_words_of_a_config_are_set_and_hydra_13_names_folders_after_them(
     assert hydra_versions.is_list_extend(override) is not is_13
 
 
+@pytest.mark.parametrize("is_13", [True, False])
+def test_configs_are_composed_with_the_defaults_of_one_version(is_13: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {"version_base": "1.3"} if is_13 else {}
+    monkeypatch.setattr(hydra_versions, "IS_13", is_13)
+    monkeypatch.setattr(hydra_versions, "BASE", base)
+    monkeypatch.setattr(hydra_versions.hydra, "initialize_config_dir", lambda *words, **options: (words, options))
+    assert initialize_config_dir("/a") == (("/a",), base)
+
+
 def test_hydra_13_makes_no_object_of_a_setting_and_leaves_the_references_of_our_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

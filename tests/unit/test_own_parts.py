@@ -482,6 +482,10 @@ def test_the_identity_of_a_model_from_python_sees_each_of_its_tensors_and_its_ty
         module.table = table
         digests.add(digest(module))
     assert len(digests) == 1 + len(module.state_dict()) + 2
+    large = [nn.Linear(2**16, 1) for _ in range(2)]
+    large[1].load_state_dict(large[0].state_dict())
+    large[1].weight.data[0, -1] += 1
+    assert len({*map(digest, large)}) == 2, "of all its numbers"
 
 
 def test_a_figure_that_cannot_be_is_told_with_what_it_may_be_and_where() -> None:

@@ -139,6 +139,9 @@ def test_a_checkpoint_has_the_buffers_too_and_one_of_an_unknown_optimizer_the_we
     job = resolved(*JOB, *words, "train.ema=null")
     tensors = 4 * 3 * 3 + 8  # the scale, both statistics, and their counter
     assert banner.sizes_of_checkpoints(job, model)[0] == tensors + 4 * 3
+    for average in ({"ema": 0.9}, {"swa_from": "50%"}):
+        averaged = replace(job, train=replace(job.train, **average))
+        assert banner.sizes_of_checkpoints(averaged, model)[0] == 2 * tensors + 4 * 3
     unknown = banner.sizes_of_checkpoints(replace(job, optimizer=Unknown()), model)
     headers = 20_000 + (2 * 4 + 3) * 500
     assert unknown == (None, pytest.approx(1.05 * (4 * tensors + 7 * headers)))
