@@ -34,6 +34,7 @@ def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     assert " of 100, since the next one's loss was more than 4 times the lowest, from " in out
     picture = ET.parse(tmp_path / "found.svg").getroot()
     assert any(text.text == f"suggestion: {suggested:g}" for text in picture.iter("{http://www.w3.org/2000/svg}text"))
+    assert (picture.attrib["width"], picture.attrib["height"]) == ("460.8pt", "288pt"), "6.4 x 4 inches"
     drawn = [path.attrib["d"].count("L") for path in picture.iter("{http://www.w3.org/2000/svg}path")]
     assert any(5 < points <= 100 for points in drawn)
     lr_find(JOB, steps=100, low=1e-5, high=100, out=str(tmp_path / "found.svg"), form="json")

@@ -176,6 +176,7 @@ def test_datasets_of_a_program_are_an_option_with_their_names_and_channels() -> 
     whole: Any = lockstep.dataset(train, val, test, classes="ab", mean=(0.5,), std=(0.25,), skip=3)
     assert vars(whole)["original"] == (train, val, test)
     assert (whole.labels, whole.channel_mean, whole.channel_std, whole.skip) == (["a", "b"], [0.5], [0.25], 3)
+    assert vars(lockstep.dataset(train, test=test))["original"] == (train, None, test)
     named: Any = lockstep.dataset(train, classes=[], mean=(), std=())
     assert (named.labels, named.channel_mean, named.channel_std) == ([], [], [])
 

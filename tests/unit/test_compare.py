@@ -38,6 +38,7 @@ from lockstep.records.record import (
     Record,
     best_of,
     cells,
+    directions_of,
     columns_of,
     figure_of,
     head,
@@ -781,6 +782,13 @@ def test_a_run_says_which_figures_of_its_options_are_better(tmp_path: Path, caps
     assert "| model | val cost/x | val worth | my/gap |" in table(capsys)
 
 
+def test_a_direction_is_that_of_the_last_run_that_names_it_with_a_score_or_without(tmp_path: Path) -> None:
+    for name, score, of in (("a", 1.0, "minimize"), ("b", None, "maximize")):
+        judged(tmp_path / name, monitor="top1", score=score, directions={"my/gap": of, f"my/{name}": "minimize"})
+    expected = {"my/gap": Direction.maximize, "my/a": Direction.minimize, "my/b": Direction.minimize}
+    assert directions_of([Run(tmp_path / "a"), Run(tmp_path / "b")]) == expected
+
+
 def test_a_listing_has_a_table_for_each_monitor_too(judged_runs: Path, capsys: CAPSYS) -> None:
     names = [row["name"] for row in listed(capsys, judged_runs, sort="score")]
     assert names == ["e", "d", "a0", "b0", "a1", "b1", "c", "g", "f"]
@@ -1417,11 +1425,12 @@ def test_a_folder_that_a_user_names_is_there(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_single_run_and_a_job_are_told_apart(swept: Ledger, tmp_path: Path) -> None:
+    swept.create(replace(swept.identity(), figure="f1", direction=Direction.minimize))
     alone, (job, *_) = run(tmp_path / "000-alone", score=1.0), swept.records()
     assert type(read_single(alone)) is Run
     read = read_single(swept.folder / job.folder)
     assert isinstance(read, JobRun)
-    assert (read.record, read.monitor) == (job, swept.identity().monitor)
+    assert (read.record, str(read.monitor)) == (job, "-f1")
     assert [one.record for one in read_jobs(swept) if isinstance(one, JobRun)] == swept.records()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.core.errors import InputError
 from lockstep.data.datasets.folder import SUFFIXES
 from lockstep.inference import demo
 from lockstep.inference.demo import DemoServer
@@ -207,3 +208,5 @@ def test_the_command_serves_the_weights_that_are_named(monkeypatch: pytest.Monke
     server.socket.close()
     assert (server.predictor, purpose) == (predictor, "shows the labels of a photo")
     assert steps == [(Path("run/model.safetensors"), "cuda:3"), (Path("run/model.safetensors"), predictor.card)]
+    with pytest.raises(InputError, match=r"^--port is 70000, but no server can listen there"):
+        demo.demo("run", port=70_000, device=None)

@@ -81,17 +81,17 @@ def test_the_classes_with_the_lowest_scores_are_shown_first_without_those_that_h
 
 def test_labels_are_counted_above_a_half_and_values_for_all_images() -> None:
     shares = torch.tensor([[0.5, 0.6], [0.4, 1.0], [1.0, 0.0]])
-    by_output = {"f1/cat": 25.0, "f1/dog": math.nan, "recall/cat": 1.0, "recall/dog": 2.0}
+    by_output = {"f1/cat": 25.0, "f1/dog/big": math.nan, "recall/cat": 1.0, "recall/dog/big": 2.0}
     for targets, images in (("labels", [1, 2]), ("values", [3, 3])):
-        result = Evaluation(card(targets, "cat", "dog"), [part(shares, shares)], {"loss": 0.5}, by_output)
+        result = Evaluation(card(targets, "cat", "dog/big"), [part(shares, shares)], {"loss": 0.5}, by_output)
         assert result.rows == [
             {"name": "cat", "images": images[0], "f1": 25.0, "recall": 1.0},
-            {"name": "dog", "images": images[1], "f1": None, "recall": 2.0},
+            {"name": "dog/big", "images": images[1], "f1": None, "recall": 2.0},
         ]
         facts = {"images": 3, "skipped": 0, "loss": 0.5, targets: result.rows}
         assert result.facts() == facts, "and no confusion"
         broken = replace(part(shares, shares), whole=torch.tensor([True, True, False]))
-        fewer = Evaluation(card(targets, "cat", "dog"), [broken], {}, by_output).rows
+        fewer = Evaluation(card(targets, "cat", "dog/big"), [broken], {}, by_output).rows
         assert [row["images"] for row in fewer] == ([0, 2] if targets == "labels" else [2, 2])
 
 

@@ -210,3 +210,11 @@ def test_a_parameter_is_filled_in_place_without_a_gradient() -> None:
     assert KEYED[torch.rand](keeping, 3).tolist() == [0.5] * 3, "the bits of -2**31 are the middle"
     assert KEYED[torch.randn_like](keeping, torch.ones(3)).tolist() == KEYED[torch.randn](keeping, 3).tolist()
     assert (KEYED[torch.randn](keeping, 3) < -5).all()
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn, torch.rand_like, torch.randn_like])
+def test_new_numbers_have_the_dtype_and_the_device_that_are_asked_for(draw: Any) -> None:
+    of = torch.ones(2, 3) if draw in (torch.rand_like, torch.randn_like) else (2, 3)
+    assert KEYED[draw](keeping, of).dtype is torch.float32
+    numbers = KEYED[draw](keeping, of, dtype=torch.float64, device="meta")
+    assert (numbers.shape, numbers.dtype, numbers.device.type) == ((2, 3), torch.float64, "meta")

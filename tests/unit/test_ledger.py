@@ -1724,7 +1724,7 @@ def test_the_record_of_a_job_is_as_it_was_written_and_a_later_version_may_have_m
     (record,) = ledger.enter([(["seed=1"], "seed=1")])
     (tmp_path / record.folder).mkdir()
     before = time.time()
-    started = ledger.start(replace(record, ended=5.0, exit_code=70, error="odd", objective=1.0))
+    started = ledger.start(replace(record, started=1.0, ended=5.0, exit_code=70, error="odd", objective=1.0))
     facts = (started.host, started.pid, started.born, started.ended, started.exit_code, started.error)
     assert facts == (socket.gethostname(), os.getpid(), born(os.getpid()), 0.0, 0, "")
     assert before <= started.started <= time.time()

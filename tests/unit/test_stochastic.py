@@ -150,6 +150,29 @@ def test_its_numbers_have_the_distribution_of_torchs_own(name: str) -> None:
         assert ((expected.mean(0) - actual.mean(0)).abs() <= 6.5 * error + 1e-12).all()
 
 
+def test_a_module_that_draws_has_the_words_of_its_call() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, power: int, *, factor: float = 1.0) -> Tensor:
+            return factor * F.dropout(x, 0.3, self.training) ** power
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.scaled = Scaled(), Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.plain(x, power=1), self.scaled(x, power=2, factor=3.0)], 1)
+
+    model, draws = keyed(Twice())
+    plain, scaled = outputs(model, draws, Micro(INDICES)).unbind(1)
+    pixels = images(INDICES)
+    for output, expected in ((plain, pixels / 0.7), (scaled, 3 * (pixels / 0.7) ** 2)):
+        torch.testing.assert_close(output, torch.where(output == 0, 0, expected), rtol=1e-12, atol=0)
+    plain, scaled = model.model.eval()(pixels).unbind(1)
+    assert torch.equal(plain, pixels)
+    assert torch.equal(scaled, 3 * pixels**2)
+
+
 def test_a_call_that_draws_nothing_is_torchs_own() -> None:
     def function(x: Tensor, training: bool) -> Tensor:
         still = [call(x).flatten(1) for call in STILL]

@@ -107,6 +107,9 @@ def test_the_bits_of_an_element_are_those_of_published_hashes_of_its_place_and_i
     words = torch.tensor([[3, -5], [-(2**31), 2**31 - 1]], dtype=torch.int32)
     positions = [lowbias32(number) for number in range(5)]
     assert numbers._positions(5, torch.device("cpu")).tolist() == [*map(as_int32, positions)]
+    assert numbers._positions(70_000, torch.device("cpu"))[-3:].tolist() == [
+        as_int32(lowbias32(number)) for number in (69_997, 69_998, 69_999)
+    ]
     for (first, second), row in zip(words.tolist(), random_bits(words, 5).tolist(), strict=True):
         mixed = [(second + (place ^ first % 2**32) * 0x7FEB352D) % 2**32 for place in positions]
         assert row == [as_int32((x ^ x >> 15) * 0x846CA68B % 2**32) for x in mixed]

@@ -84,6 +84,10 @@ def test_the_extensions_whose_classes_a_config_names_are_recorded(
     assert [*codes] == ["mine", "other"]
     assert codes["mine"].facts["sha256"] != codes["other"].facts["sha256"]
     assert {*user_code.code_here(["lockstep", "json", "no_such"])} == {*folders}
+    namesake = written(tmp_path / "old" / "mine", {"__init__.py": ""})
+    monkeypatch.setitem(sys.modules, "mine", ModuleType("mine"))
+    monkeypatch.setattr(sys.modules["mine"], "__path__", [str(namesake)], raising=False)
+    assert user_code.code_here(["mine"])["mine"].facts["place"] == "src/mine", "that of the extension"
 
 
 def test_the_diff_restores_the_code(package: Path, tmp_path: Path) -> None:

@@ -308,6 +308,7 @@ def test_the_end_of_a_rank_says_where_all_of_its_machine_were_and_wakes_them(
     last_resort, (recorded, places) = records
     assert last_resort == (leave, [error.exit_code])
     assert [(timer.seconds, timer.daemon) for timer in timers] == [(LEAVE_S, True)]
+    assert rank.daemon, "a process that ends without it waits for no other signal"
     assert (recorded, places[3], {*places}) == (error, "was stopped by a signal", {0, 3})
     assert places[0].startswith("was in ")
     assert ".py:" in places[0]
