@@ -215,6 +215,8 @@ def test_a_suggestion_needs_a_fall_behind_the_first_ten_steps_that_is_larger_tha
 
     flat, fall = [5.0] * 10, [3.0, 2.9, 2.7, 2.5, 2.3, 2.1, 1.9, 1.7, 1.6, 1.7]
     assert suggestion(flat + fall) == pytest.approx(0.1 * 1e-3 * 1.3**18, rel=0.05)
+    risen = [1.61, 3.0, 2.8, 2.62, 2.42, 2.24, 2.04, 1.86, 1.6, 1.7]
+    assert suggestion(flat + risen) is not None, "it falls from the highest loss, not from the first"
     assert suggestion(fall) is None, "all of them rest on the first losses"
     assert suggestion([*flat, 3.0, 1.0]) is None, "two steps have no noise to compare with"
     assert suggestion([*flat, 1.0, 2.0, 3.0]) is None, "the first of them is the lowest"

@@ -148,6 +148,15 @@ def test_fsdp_has_so_many_replicas_of_ranks_that_follow_each_other(
         FSDP(replicas=4).check(6, "cpu")
 
 
+def test_fsdp_cuts_a_model_over_ranks_of_which_each_machine_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[nn.Module] = []
+    monkeypatch.setattr(FSDP, "cut", lambda own, model, world, precision: cut.append(model))
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    for model, place in zip(models, (world(1), world(2), replace(world(2), local_size=1)), strict=True):
+        FSDP().shard(model, place, FP32(), EXAMPLE[0])
+    assert cut == models[1:]
+
+
 def test_a_layer_of_exactly_the_large_size_is_gathered_on_its_own() -> None:
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     assert [*blocks(model, large=12)] == [*model]

@@ -203,8 +203,9 @@ def test_autoaugment_draws_torchvisions_pairs_with_their_probabilities(name: str
             expected[OP_OF_NAME[pair[n][0]]] += pair[n][1] * 50_000 / 25
         expected[IDENTITY] = 50_000 - expected.sum()
         assert bool(((torch.bincount(op, minlength=17) - expected).abs() < 600).all())
-        turns = {float(space["Rotate"][0][pair[n][2]]) for pair in pairs if pair[n][0] == "Rotate"}
-        assert {*amount[op == geometry.ROTATE].abs().tolist()} == turns
+        for name in {pair[n][0] for pair in pairs if pair[n][2] is not None and pair[n][1]}:
+            bins = [space[name][0][pair[n][2]] for pair in pairs if pair[n][0] == name and pair[n][1]]
+            assert {*amount[op == OP_OF_NAME[name]].abs().tolist()} == {abs(float(value)) for value in bins}, name
     (first, _), (second, _) = drawn
     both = (first != IDENTITY) & (second != IDENTITY)
     together = {*zip(first[both].tolist(), second[both].tolist(), strict=True)}
