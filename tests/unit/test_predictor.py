@@ -160,11 +160,11 @@ def test_pixels_that_overshoot_are_black_or_white(of_photos: RunDir) -> None:
     assert (seen[..., 20:] > 128).all(), "the bright half has nothing dark"
 
 
-@pytest.mark.parametrize("precision", [FP32(), FP64(), BF16Pure()], ids=repr)
+@pytest.mark.parametrize("precision", [FP32(), FP64(), BF16(), BF16Pure()], ids=repr)
 def test_the_input_of_a_model_has_the_format_of_its_precision(digits: RunDir, precision: Precision) -> None:
     predictor = load_predictor(digits.path, device="cpu", precision=precision)
     pixels = predictor.preprocess(Digits().eval().images[:2])
-    assert pixels.dtype == precision.dtype
+    assert pixels.dtype == precision.storage, "the model has weights in it, and is called without autocast"
     assert predictor.model(pixels).shape == (2, 10)
 
 

@@ -102,7 +102,7 @@ class Predictor(Trained):
             InputError: one is not an image.
         """
         pixels = self.transforms.eval(self.stored(images).to(self.device))
-        return pixels.to(self.precision.dtype, memory_format=self.transforms.memory_format)
+        return pixels.to(self.precision.storage, memory_format=self.transforms.memory_format)
 
     @torch.no_grad()
     def logits(self, stored: Tensor) -> Tensor:
