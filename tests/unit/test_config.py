@@ -175,6 +175,9 @@ def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
     for change in ({"epoch": 3}, {"train": {"microbatches": 3}}, {"epochs": "many"}):
         with pytest.raises(InputError, match=next(iter(change))):
             components.build_job({**composed(), **change})
+    for block in ({"train": 3}, {"telemetry": "off"}, {"checkpoint": None}):
+        with pytest.raises(InputError):
+            components.build_job({**composed(), **block})
     with pytest.raises(InputError, match="model is null"):
         components.build_job({key: value for key, value in composed().items() if key != "model"})
 

@@ -191,6 +191,14 @@ def test_a_key_is_lost_unless_the_command_types_it_or_what_it_is_in(word: str, t
     assert dict(leaves(decided(f"resume={run.path}", lost).values))[key] == int(value)
 
 
+def test_no_key_of_an_option_that_the_command_types_again_is_lost(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", "seed=5", "optimizer=sgd", "optimizer.momentum=0.5")
+    run.overrides.write_text(components.dump([*read_overrides(run.overrides)][:-1]))
+    with pytest.raises(InputError, match=r"\(optimizer\.momentum was 0\.5 and is 0\.9\)"):
+        decided(f"resume={run.path}")
+    assert decided(f"resume={run.path}", "optimizer=sgd").values["optimizer"]["momentum"] == 0.9
+
+
 def test_of_an_option_that_was_lost_no_class_and_no_key_that_is_gone_is_to_be_typed(tmp_path: Path) -> None:
     lost = ("optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.3")
     run = run_dir(tmp_path / "run", "seed=5", *lost)

@@ -787,26 +787,26 @@ def test_the_labels_of_an_example_their_shares_and_their_odds_have_a_column_each
     whole = torch.tensor([True, False])
     split = EvaluatedSplit(part(true).split.examples, true, place={"fold": "3"})
     own_part = Part(split, 7, whole, (shares, odds), {})
-    rows = [*Evaluation(card("labels", "cat", "dog"), [own_part], {}, {}).lines()]
-    columns = ("predicted cat", "predicted dog", "log-odds cat", "log-odds dog")
+    rows = [*Evaluation(card("labels", "dog", "cat"), [own_part], {}, {}).lines()]
+    columns = ("predicted dog", "predicted cat", "log-odds dog", "log-odds cat")
     assert rows == [
         {
             "sample": "0",
-            "true cat": "1",
-            "true dog": "0",
+            "true dog": "1",
+            "true cat": "0",
             **dict(zip(columns, ("0.75", "0.5", "1", "0"), strict=True)),
             "fold": "3",
         },
-        {"sample": "1", "true cat": "0", "true dog": "1", **dict.fromkeys(columns, ""), "fold": "3"},
+        {"sample": "1", "true dog": "0", "true cat": "1", **dict.fromkeys(columns, ""), "fold": "3"},
     ]
 
 
 def test_the_class_of_an_example_has_its_probability_and_the_odds_of_every_class() -> None:
     labels, predicted, shares = torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor([0.75, 0.5])
     own_part = part(labels, predicted, shares, torch.tensor([[1.0, -1.0], [-0.25, 0.25]]))
-    columns = ("sample", "label", "predicted", "probability", "log-odds cat", "log-odds dog")
-    rows = [("0", "dog", "cat", "0.75", "1", "-1"), ("1", "cat", "dog", "0.5", "-0.25", "0.25")]
-    lines = [*Evaluation(card("classes", "cat", "dog"), [own_part], {}, {}).lines()]
+    columns = ("sample", "label", "predicted", "probability", "log-odds dog", "log-odds cat")
+    rows = [("0", "cat", "dog", "0.75", "1", "-1"), ("1", "dog", "cat", "0.5", "-0.25", "0.25")]
+    lines = [*Evaluation(card("classes", "dog", "cat"), [own_part], {}, {}).lines()]
     assert lines == [dict(zip(columns, row, strict=True)) for row in rows]
 
 

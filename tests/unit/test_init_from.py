@@ -272,6 +272,12 @@ def test_a_file_that_is_not_read_is_named_without_torchs_advice_to_run_it(tmp_pa
     assert not re.search("weights_only|safe_globals|trust|pickle|\n", sentence)
 
 
+def test_a_damaged_file_of_safetensors_is_named_with_the_key_that_chose_it(tmp_path: Path) -> None:
+    (file := tmp_path / "a.safetensors").write_bytes(b"not a file of weights")
+    with pytest.raises(InputError, match=f"^init_from: {re.escape(str(file))} "):
+        load_start(nn.Linear(2, 2), file)
+
+
 class Opener:
     """An object that opens a file for writing when it is read."""
 

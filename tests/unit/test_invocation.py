@@ -1020,12 +1020,17 @@ def test_a_recipe_keeps_its_keys_for_a_model_that_has_no_file(capsys: pytest.Cap
 
 
 @pytest.mark.skipif(IS_13, reason="Hydra 1.3 reads no mode from a line")
-def test_a_line_says_whether_it_is_a_sweep() -> None:
+def test_a_line_or_its_config_says_whether_it_is_a_sweep(tmp_path: Path) -> None:
     with initialize_config_dir(str(ROOT / "conf")):
         loader = GlobalHydra.instance().config_loader()
         modes = {word: loader.get_mode("config", ["name=x", word]) for word in ("hydra.mode=MULTIRUN", "seed=1")}
     named = {word: getattr(mode, "name", mode) for word, mode in modes.items()}
     assert named == {"hydra.mode=MULTIRUN": "MULTIRUN", "seed=1": None}
+    (tmp_path / "config.yaml").write_text("hydra: {mode: MULTIRUN}\n")
+    with initialize_config_dir(str(tmp_path)):
+        loader = GlobalHydra.instance().config_loader()
+        of_file = [loader.get_mode("config", words) for words in ([], ["hydra.mode=RUN"])]
+    assert [getattr(mode, "name", mode) for mode in of_file] == ["MULTIRUN", "RUN"]
 
 
 def test_a_word_that_has_no_counterpart_is_known_in_any_spelling_and_block() -> None:

@@ -37,8 +37,10 @@ from lockstep.cli.needs import kind
 from lockstep.cli.sweep import failure_of
 from lockstep.config.commands import override
 from lockstep.config.hydra_versions import initialize_config_dir
+from lockstep.config.schema import Job
 from lockstep.core import terminal
 from lockstep.core.errors import InputError, Interrupted, LockstepError, NumericalError, Stopped, StorageError
+from lockstep.core.fields import with_history
 from lockstep.core.formats import FileFormat, stamp
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
@@ -1670,6 +1672,16 @@ def test_a_sweep_is_written_with_all_that_it_is_and_read_again(tmp_path: Path) -
     assert stored["hash"] == identity.hash
     assert stored.items() >= stamp(FileFormat.sweep).items()
     assert Identity().id != Identity().id
+
+
+def test_the_swept_keys_of_an_earlier_version_are_in_the_order_of_their_present_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = Job.__dataclass_fields__["batch"]
+    changed: Any = with_history(dataclasses.field(), names=("size_of_batch",))
+    monkeypatch.setattr(field, "metadata", {**field.metadata, **changed.metadata})
+    Ledger(tmp_path).create(replace(ONE, swept=("seed", "size_of_batch")))
+    assert Ledger(tmp_path).identity().swept == ("batch", "seed")
 
 
 @pytest.mark.parametrize("key", ["of_hydra", "figure", "latest"])

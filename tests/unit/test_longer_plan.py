@@ -131,6 +131,14 @@ def test_the_steps_of_an_average_are_those_at_which_it_is_updated(
     assert average.until(step) == {at for at in range(1, step + 1) if average.due(at)}
 
 
+def test_a_mean_of_one_step_is_other_unless_that_is_the_step_of_its_checkpoint() -> None:
+    average = Averaging(6, 6, 40)
+    assert average.remedies(Averaging(8, 1, 10), 10) == ["train.swa_from=8 train.swa_every=1", "train.swa_from=11"]
+    assert average.remedies(Averaging(5, 1, 6), 6) == []
+    assert average.remedies(2, 10) == ["train.swa_from=11"]
+    assert average.remedies(1, 10) == []
+
+
 # By a share of a run that is a little longer; by an earlier start; and by a last step that no other run averages.
 OTHERWISE = [
     ("epochs=4", "epochs=5", "swa_from=50%", "train.swa_from=24 train.swa_every=12"),

@@ -302,6 +302,7 @@ def test_a_key_of_the_job_that_is_typed_in_a_block_is_found(key: str) -> None:
         ("train.mixpu.x=0.2", "train.mixpu", "'train.mixup'"),  # the value is of another key
         ("epochs=3", "train.mixpu", "'train.mixup'"),  # the key comes from a file
         ("trian.mixup=0.2", "trian", "train.mixup=0.2"),  # Hydra names the block alone
+        ("train.mixpu=a=b", "train.mixpu", "train.mixup=a=b"),
     ],
 )
 def test_a_proposed_key_has_the_value_that_was_typed_for_it(

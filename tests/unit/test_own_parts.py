@@ -399,6 +399,9 @@ def test_no_callback_acts_between_the_parts_of_a_step_that_has_none(
     refused = pytest.raises(InputError, match=f"{sentence}.* between, too\\b") if sentence else nullcontext()
     with refused:
         check_whole_steps(job, {"after": After(), "between": Between(), "too": Between()})
+    refused = pytest.raises(InputError, match=f"{sentence}.* Between\\b") if sentence else nullcontext()
+    with refused:
+        named_objects(job, [After(), Between()])
 
 
 @pytest.mark.parametrize(

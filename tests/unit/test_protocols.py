@@ -71,7 +71,8 @@ def test_a_member_of_the_protocol_needs_no_annotation() -> None:
 
 
 def test_defaults_of_a_protocol_do_what_it_says() -> None:
-    assert plain("metric", build=lambda self, classes: classes)().build_for("classes", ["cat", "dog"]) == 2
+    metric = plain("metric", build=lambda self, classes: classes)()
+    assert metric.build_for("classes", ["crane", "dog", "crane"]) == 3, "two classes of ImageNet have one name"
     assert plain("strategy")().grad_divisor(World.solo()) == 1
     assert plain("model", channels_last=True)().memory_format is torch.channels_last
     assert plain("optimizer")().algorithm == "Own"
@@ -314,7 +315,7 @@ def test_an_option_that_says_nothing_has_these_answers(group: str) -> None:
     if group == "loader":
         assert own.choose(None) == (own, "as configured")
     if group == "dataset":
-        assert own.read_as("a split", None) == "a split"
+        assert own.read_as("a split", None) == own.read_as("a split", None, "a crop") == "a split"
     if group == "augment":
         assert own.for_data(None) is own
         assert own.on_device("bilinear", cropped=True) == own.apply

@@ -211,6 +211,9 @@ class Further(Entries):
     last: int = 4  # of its own
     size: int = 5  # anew
 
+    class Entries:
+        bare: int = 2  # of another class of that name
+
 
 def test_the_meaning_of_an_option_is_its_first_paragraph_and_of_a_key_its_comment_or_else_its_entry() -> None:
     @dataclasses.dataclass

@@ -1144,6 +1144,8 @@ def test_the_headline_counts_the_images_of_classes_alone(run: RunDir) -> None:
     ):
         replace(OF_LABELS, targets=targets, examples=[1000, 4]).write(run.validation)
         assert facts_of(Run(run.path))["headline"].startswith(words)
+    run.write_summary(best=0.0)
+    assert facts_of(Run(run.path))["headline"].startswith("0.00 % top-1, digitnet, "), "a score like any other"
     run.write_summary(best=None)
     replace(OF_LABELS, targets="classes").write(run.validation)
     assert facts_of(Run(run.path))["headline"].startswith("digitnet, digits, epoch 2 of 2, ")
@@ -1230,8 +1232,10 @@ def test_the_reports_of_a_sweep_are_of_the_jobs_that_have_a_folder_and_are_all_w
     for record in (records[0], records[2]):
         RunDir.at(ledger.folder / record.folder).write_summary(status="completed")
     ledger.path_of(0).write_text("{")
-    with pytest.raises(InputError, match=r"000\.json is .*; rerun the sweep's command"):
+    ledger.end(records[2], State.failed, exit_code=2, error="it is wrong")
+    with pytest.raises(InputError, match=r"000\.json is .*; rerun the sweep's command") as raised:
         report("sweep")
+    assert "it is wrong" not in str(raised.value), "a job that failed is not damaged"
     assert sorted(path.parent.name for path in tmp_path.rglob("report.html")) == ["000-a", "002-a", "sweep"]
     assert "wrote sweep/report.html\n" in capsys.readouterr().out
 

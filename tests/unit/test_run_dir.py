@@ -583,8 +583,11 @@ def test_a_summary_is_one_line_a_key_with_its_end_and_every_table_is_one(tmp_pat
     assert lines[-2:] == ['  "step": 1\n', "}\n"]
     run.write_summary(step=2)
     assert run.summary.read_text() == "".join(lines).replace('"step": 1', '"step": 2')
-    assert run.rank_samples(3) == tmp_path / "logs" / "rank3.samples.jsonl"
-    assert run.rank_error(3) == tmp_path / "logs" / "rank3.error.json"
+    for rank in (3, 13, 103):
+        of_rank = (run.rank_log(rank), run.rank_samples(rank), run.rank_error(rank))
+        assert of_rank == tuple(
+            tmp_path / "logs" / f"rank{rank}.{end}" for end in ("log", "samples.jsonl", "error.json")
+        )
 
 
 def test_a_word_with_a_meaning_comes_before_similar_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

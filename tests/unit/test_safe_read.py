@@ -279,6 +279,8 @@ def test_json_has_the_limit_and_the_links_that_its_reader_allows(tmp_path: Path)
         read_json(file)
     for path, links in ((file, False), (tmp_path / "link", True)):
         assert len(read_json(path, safe_read.MB, links=links)) == safe_read.MOST_TEXT_BYTES
+    with pytest.raises(UnreadableFile, match=r"expected at most 2$"):
+        read_json(file, 2)
     with pytest.raises(UnreadableFile, match="is a symbolic link"):
         read_json(tmp_path / "link", safe_read.MB)
 

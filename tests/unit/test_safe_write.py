@@ -287,6 +287,8 @@ def test_a_refused_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
         lambda: safe_write.append(Path("/dev/null")),
         lambda: safe_write.append(tmp_path / "pipe"),
         lambda: safe_write.append(tmp_path / "link"),
+        lambda: safe_write.append(tmp_path / "link", "ab"),
+        lambda: safe_write.append(tmp_path / "hard", "r+b"),
         lambda: safe_write.open_locked(busy),
         lambda: safe_write.Lock().take(busy),
         lambda: safe_write.Lock().take(foreign),

@@ -126,6 +126,7 @@ def test_a_rank_that_sees_one_gpu_has_that(monkeypatch: pytest.MonkeyPatch, visi
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert [own_gpu(rank) for rank in range(3)] == numbers
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [own_gpu(rank) for rank in range(2)] == [0, 1]
     with pytest.raises(InputError, match=r"local rank 2 has no GPU: its process sees 2; start at most 2 ranks"):
         own_gpu(2)
 
