@@ -1135,6 +1135,7 @@ def test_the_rank_of_a_slow_step_has_its_share_of_the_batch_and_a_compiled_one_i
     nine, eight = (replace(job, batch=batch) for batch in (9, 8))
     monkeypatch.setattr(examination, "training_rate", lambda job, world: 1.0)
     assert (examination._slow_rate(nine, World.solo()), examination._slow_rate(eight, World.solo())) == (1.0, None)
+    assert examination._slow_rate(nine, of_two) is None, "a rank has five of them"
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, job: Any, device: str = "cpu", *, reading: float = 0.0) -> Any:

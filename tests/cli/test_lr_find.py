@@ -223,6 +223,8 @@ def test_a_suggestion_needs_a_fall_behind_the_first_ten_steps_that_is_larger_tha
     assert suggestion([9.0] * 10 + [2.0, 2.1] * 5 + [1.9]) is None, "the fall is within the noise"
     rates = RangeTest(rates=[0.001234567 * 1.3**step for step in range(20)], losses=flat + fall)
     assert rates.suggestion == float(f"{0.1 * 0.001234567 * 1.3**18:.1e}"), "two digits"
+    rising = RangeTest(rates=rates.rates, losses=[1.0 + step for step in range(20)])
+    assert (rising.lowest, rising.suggestion) == (0, None)
 
 
 @pytest.mark.parametrize("suggested_rate", [True, False])

@@ -163,6 +163,20 @@ def test_a_picture_has_one_to_sixty_four_rows_and_its_usual_name(
     assert shown in capsys.readouterr().out
 
 
+def test_an_image_that_an_epoch_leaves_out_has_no_caption_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ((torch.zeros(1, 8, 8, dtype=torch.uint8), shares) for shares in torch.eye(2))
+    sheets: list[Any] = []
+    monkeypatch.setattr(show_module, "cells_of", lambda *_: [[None, first], [second, None]])
+    monkeypatch.setattr(show_module, "sheet", lambda *values, **options: sheets.append(values) or b"")
+    words = ("dataset=fake", "dataset.classes=2", "dataset.channels=1", "dataset.size=8", "dataset.examples=64")
+    show(("device=cpu", "model=linear", *words), images=2, epochs=2, out=str(tmp_path / "a.png"))
+    ((pixels, captions),) = sheets
+    assert [image is None for image in pixels] == [True, False, False, True]
+    assert captions == ["", "0", "1", ""]
+
+
 @pytest.mark.parametrize(("epochs", "longer"), [(2, 3), (64, 64)])
 def test_the_epochs_of_a_picture_are_those_of_a_run_that_is_at_least_as_long(
     epochs: int, longer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

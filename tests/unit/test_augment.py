@@ -123,6 +123,7 @@ def test_alternating_mirrors_an_image_in_every_second_epoch() -> None:
     seen = torch.stack([augment.apply(row, rng, (1, 4))[:, 0, 0, 0] for rng in epochs])
     assert torch.equal(seen[0], seen[2])
     assert torch.equal(seen[1], 3 - seen[0])
+    assert torch.equal(seen[1], seen[3])
     assert 60 < int((seen[0] == 0).sum()) < 140
 
 

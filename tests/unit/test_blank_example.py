@@ -70,6 +70,18 @@ def test_no_example_gives_zero_gradients_and_counts_in_no_batch_norm(synchronise
     assert not all(map(torch.equal, network.buffers(), buffers))
 
 
+@pytest.mark.parametrize("error", [AssertionError, IndexError, RuntimeError, TypeError, ZeroDivisionError])
+def test_a_network_that_fails_in_any_way_on_no_example_gets_a_blank_one(error: type[Exception]) -> None:
+    class Fails(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            if not len(images):
+                raise error("no example")
+            return images.mean((1, 2, 3))
+
+    wrapped = for_empty_micro_batches(Fails(), (IMAGES,), plan(3), World.solo())
+    assert wrapped(IMAGES[:0]).shape == (0,)
+
+
 class Contrast(nn.Module):
     """Keeps what it gets, and divides by the deviation of the pixels."""
 

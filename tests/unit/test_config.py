@@ -302,6 +302,10 @@ NO_OPTION: list[tuple[str, str | None, Callable[[], type[Any]], str]] = [
         "Own has no build, which an option of model needs; write what lockstep.core.protocols.Model says",
     ),
     (
+        *("model", None, lambda: type("Own", (), {"__module__": "builtins"})),  # as of `exec`
+        "Own has no build, which an option of model needs; write what lockstep.core.protocols.Model says",
+    ),
+    (
         "model",
         None,
         unfinished,
@@ -324,7 +328,7 @@ def test_a_class_that_can_be_no_option_is_refused_at_its_place(
     with pytest.raises(InputError) as refused:
         option(group, name)(make())
     place, _, says = str(refused.value).partition(": ")
-    assert place.rpartition(":")[0] in (__file__, "") or place == __name__
+    assert place.rpartition(":")[0] in (__file__, "") or place in (__name__, "builtins")
     assert says.startswith(sentence)
     assert before == options._DECLARED
 

@@ -296,7 +296,14 @@ PLENTY = 10**6
 # With the margin, 22 examples need the room of 27 (21 would need that of 26), 11 of 14, 6 of 8, and one that of two.
 @pytest.mark.parametrize(
     ("rooms", "micro_batches"),
-    [((27, 27, 27), 1), ((27, 26, 27), 2), ((27, 14, 13), 4), ((100, 100, 2), 22), ((100, 1, 100), None)],
+    [
+        ((27, 27, 27), 1),
+        ((27, 26, 27), 2),
+        ((27, 14, 13), 4),
+        ((100, 100, 2), 22),
+        ((100, 1, 100), None),
+        ((100, 100, 1), None),
+    ],
 )
 def test_all_ranks_take_the_micro_batches_that_the_smallest_one_needs(
     rooms: tuple[int, ...], micro_batches: int | None, monkeypatch: pytest.MonkeyPatch
@@ -319,7 +326,7 @@ def test_all_ranks_take_the_micro_batches_that_the_smallest_one_needs(
         assert choices == [micro_batches] * 3
     else:
         assert len(set(choices)) == 1
-        assert "does not fit into the memory of rank 1 with a single example" in str(choices[0])
+        assert f"does not fit into the memory of rank {rooms.index(1)} with a single example" in str(choices[0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux only")

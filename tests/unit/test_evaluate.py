@@ -390,8 +390,8 @@ def part_of(whole: list[bool], **place: str) -> Part:
 
 
 def test_the_images_of_all_parts_are_counted_and_each_part_has_its_columns() -> None:
-    parts = [part_of([True, True], fold="0"), part_of([True, False, False], fold="1", seed="2")]
-    assert counts(parts) == {"images": 3, "skipped": 2}
+    parts = [part_of([True, False], fold="0"), part_of([True, False, False], fold="1", seed="2")]
+    assert counts(parts) == {"images": 2, "skipped": 3}
     card: Any = SimpleNamespace(names=("a", "b"), classes=2, targets="classes")
     head, *rows = csv_lines([Evaluation(card, [part], {}, {}) for part in parts])
     assert head == b"sample,label,predicted,probability,fold,seed\n"

@@ -733,10 +733,14 @@ def test_the_scores_are_of_the_probabilities_of_the_model(
         return {"loss": 0.0, "top1": 100.0, "top5": 100.0}
 
     monkeypatch.setattr(scoring, "evaluate_blocks", evaluate_blocks)
-    own = SimpleNamespace(**vars(card("classes", "a", "b")), probabilities=probabilities, step=1)
-    result = scoring.evaluated([(SimpleNamespace(card=own), part(torch.tensor([0])).split)], World.solo())  # type: ignore[list-item]
+    own = SimpleNamespace(**vars(card("classes", "b", "a")), probabilities=probabilities, step=1)
+    split = replace(
+        part(torch.tensor([0])).split, metrics={"f1": {"_target_": "lockstep.metrics.F1", "average": "macro"}}
+    )
+    result = scoring.evaluated([(SimpleNamespace(card=own), split)], World.solo())  # type: ignore[list-item]
     assert result is not None
     assert result.figures[CALIBRATION_ERROR] == pytest.approx(100 * (1 - confidence))
+    assert result.by_output == {"f1/b": 1.0, "f1/a": pytest.approx(math.nan, nan_ok=True)}
 
 
 def test_an_evaluation_is_on_the_device_and_with_the_threads_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -567,6 +567,23 @@ def test_names_are_those_of_the_column_of_targets_or_else_the_classes(
 
 
 @pytest.mark.parametrize(
+    ("of_parts", "expected"),
+    [
+        ((["cat", "dog"], ["cat", "dog"]), ("cat", "dog")),
+        ((["cat", "dog"], ["dog", "cat"]), ()),
+        ((["cat", "dog"], None), ()),
+        ((None, ["cat", "dog"]), ()),
+        ((None, None), ()),
+    ],
+)
+def test_parts_have_names_where_all_of_them_have_the_same(of_parts: Any, expected: tuple[str, ...]) -> None:
+    parts = [Photos(), Photos()]
+    for part, classes in zip(parts, of_parts, strict=True):
+        part.classes = classes  # type: ignore[attr-defined]
+    assert names_in(ConcatDataset(parts)) == expected
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         *(("label", 3), ("labels", lambda: CLASSES), ("target", None), ("group", "A"), ("targets", torch.tensor(3))),

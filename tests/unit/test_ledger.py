@@ -1740,6 +1740,7 @@ def test_the_record_of_a_job_is_as_it_was_written_and_a_later_version_may_have_m
     facts = (started.host, started.pid, started.born, started.ended, started.exit_code, started.error)
     assert facts == (socket.gethostname(), os.getpid(), born(os.getpid()), 0.0, 0, "")
     assert before <= started.started <= time.time()
+    assert ledger.end(started, State.failed, exit_code=7).objective is None, "not that of an earlier call"
     ended = ledger.end(started, State.failed, objective=2.5, exit_code=7, error="it broke")
     assert (ended.objective, ended.exit_code, ended.error, ended.state) == (2.5, 7, "it broke", State.failed)
     assert started.started <= ended.ended <= time.time()

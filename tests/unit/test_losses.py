@@ -16,7 +16,17 @@ from torchvision.ops import sigmoid_focal_loss
 
 from helpers import train_here
 from lockstep.core.errors import InputError
-from lockstep.losses import BCE, MSE, CrossEntropy, Focal, Huber, MaskedLoss, check_losses, probabilities_of
+from lockstep.losses import (
+    BCE,
+    MSE,
+    CrossEntropy,
+    Focal,
+    Huber,
+    MaskedLoss,
+    check_losses,
+    class_shares,
+    probabilities_of,
+)
 from lockstep.tasks import Multiclass, Multilabel, Regression
 
 pytestmark = pytest.mark.numerics
@@ -221,6 +231,11 @@ def test_a_loss_has_the_type_of_its_logits_whatever_its_targets_have(name: str, 
     for targets in (SHARES, SHARES.float()) if name in OF_VALUES else (LABELS, SHARES, SHARES.float()):
         losses = loss(LOGITS.to(dtype), targets)
         assert (losses.dtype, losses.shape) == (dtype, (8,))
+
+
+def test_a_negative_label_has_a_share_of_no_class() -> None:
+    shares = class_shares(torch.tensor([2, -100, 0]), torch.zeros(3, 3))
+    assert shares.tolist() == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_broken_images_have_no_part_in_balanced_weights() -> None:

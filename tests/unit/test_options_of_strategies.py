@@ -357,10 +357,11 @@ def test_fsdp_counts_the_formats_of_frozen_parameters_too() -> None:
 def test_a_part_that_does_not_fit_is_told_with_what_a_rank_has_and_what_fits(
     strategy: Strategy, parts: dict[str, Any], says: str
 ) -> None:
-    fitting: dict[str, Any] = {"optimizer": AdamW(), "precision": FP32(), "micro_batches": 1}
-    strategy.check_parts(**fitting)
-    with pytest.raises(InputError, match=f"^{re.escape(says)}$"):
-        strategy.check_parts(**{**fitting, **parts})
+    fitting: dict[str, Any] = {"optimizer": AdamW(), "precision": BF16(), "micro_batches": 1}
+    for one in (strategy, *([replace(strategy, low_precision=True)] if isinstance(strategy, FSDP) else [])):
+        one.check_parts(**fitting)
+        with pytest.raises(InputError, match=f"^{re.escape(says)}$"):
+            one.check_parts(**{**fitting, **parts})
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3])
@@ -437,10 +438,11 @@ def test_ranks_that_do_not_fit_are_told_with_those_that_do(strategy: Single, ran
 
 @pytest.mark.parametrize("strategy", [DDP, ZeRO])
 def test_a_graph_that_was_chosen_to_be_static_does_not_change(strategy: type[DDP]) -> None:
-    with pytest.raises(
-        InputError, match=r"but train\.freeze_until changes the graph; remove strategy\.static_graph$"
-    ):
-        strategy(static_graph=True).with_changing_graph()
+    for unused in (False, True):
+        with pytest.raises(
+            InputError, match=r"but train\.freeze_until changes the graph; remove strategy\.static_graph$"
+        ):
+            strategy(static_graph=True, find_unused_parameters=unused).with_changing_graph()
     accelerated = Accelerate(sync_batchnorm=False).with_changing_graph()
     assert accelerated == Accelerate(sync_batchnorm=False, find_unused_parameters=True)
     changing = strategy(static_graph=False, bucket_mb=3.0).with_changing_graph()
@@ -498,7 +500,7 @@ def test_a_gradient_of_the_large_size_is_sent_alone_and_smaller_ones_together(
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: sent.append(tensor.numel()))
     model = nn.ParameterList([torch.zeros(3), torch.zeros(size), torch.zeros(4), torch.zeros(5)])
     for parameter in (*model,)[:3]:
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.zeros_like(parameter)  # on this rank alone
     AllReduce().reduce(model)
     assert sent == {1: [size + 7], 2: [size, 7]}[messages]
     assert model[3].grad is None, "a frozen parameter gets none"

@@ -2,8 +2,12 @@
 
 import importlib
 import math
+import runpy
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +74,16 @@ def test_the_loss_of_a_new_project_is_the_formula_of_its_paper_for_each_example(
     weight = 1.0 if epsilon is None else epsilon
     expected = F.cross_entropy(logits, labels, reduction="none") + weight * (1 - shares)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("project")
+def test_the_tests_of_a_new_project_fail_where_their_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = runpy.run_path(str(TEMPLATE / "tests" / "test_my_project.py"))["train"]
+    (tmp_path / "summary.json").write_text('{"steps": 10}')
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(subprocess.CalledProcessError):
+        train(tmp_path)
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    assert train(tmp_path) == {"steps": 10}
