@@ -96,6 +96,7 @@ LAYOUTS = {
     "classes, one level too high": (("photos/lamp", "photos/mug"), "photos", "photos"),
     "val alone": (("val/lamp", "val/mug"), "val", "val"),
     "train alone": (("train/lamp", "train/mug"), "train", "train"),
+    "train beside another folder": (("train/lamp", "train/mug", "notes/old"), "train", "train"),
     "train and test": (("train/lamp", "train/mug", "test/lamp", "test/mug"), "train", "test"),
     "validation and test": (
         tuple(f"{split}/{name}" for split in ("train", "test", "validation") for name in ("lamp", "mug")),

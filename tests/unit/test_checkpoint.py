@@ -1299,6 +1299,9 @@ def test_exported_weights_of_another_model_are_refused_by_their_key(run: RunDir)
         reading.load_exported(model, run.weights)
     with pytest.raises(InputError, match=rf"^task\.teacher: {re.escape(str(run.weights))} is of another model"):
         reading.check_tensors(model, run.weights, "task.teacher")
+    (buffered := parts(3).model).register_buffer("more", torch.zeros(1))
+    with pytest.raises(InputError, match=r" 1 tensors differ, e\.g\. more \(here \(1,\), there None\)$"):
+        reading.check_tensors(buffered, run.weights, "task.teacher")
     assert same(dict(model.state_dict()), before)
 
 

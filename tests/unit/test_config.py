@@ -742,6 +742,7 @@ def test_a_model_of_a_library_is_known_by_its_name_there_with_or_without_a_tag()
     tags = options.tagged_names("torchvision.resnet50")
     assert tags == [f"torchvision.resnet50.IMAGENET1K_V{number}" for number in (1, 2)]
     assert options.tagged_names("resnet50d")[0] == min(options.tagged_names("resnet50d"))
+    assert {name.partition(".")[0] for name in options.tagged_names("resnet50")} == {"resnet50"}, "of no longer name"
     assert options.tagged_names("zzz") == options.tagged_names("torchvision.zzz") == []
 
 

@@ -621,6 +621,15 @@ def test_a_silence_is_counted_from_the_last_line_whatever_it_was(
     ]
 
 
+def test_a_log_point_ends_the_warm_up_also_where_the_epoch_has_no_figures(passes: Callable[[float], None]) -> None:
+    lines = Lines(PLAN, left(0), Monitor())
+    passes(40)
+    lines.window(WINDOW, None)
+    passes(6)
+    lines.close()
+    assert lines.left.seconds(10) == pytest.approx((25 - 10) * 6 / (10 - 4))
+
+
 def test_a_warning_is_shown_and_is_a_line_of_the_log(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -222,21 +222,30 @@ def test_a_frozen_parameter_in_a_group_leaves_the_others_their_names() -> None:
 class Paired(torch.optim.SGD):
     """An optimizer that keeps a pair of tensors for each parameter."""
 
+    kind: type[Any] = tuple
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for weight in group["params"]:
-                first, second = self.state[weight].get("pair", (torch.zeros(()), torch.zeros(())))
-                self.state[weight]["pair"] = (first + 1, second + 2)
+                first, second = self.state[weight].get("pair", (torch.zeros(()), torch.zeros(2, 3).T))
+                self.state[weight]["pair"] = self.kind([first + 1, second + 2])
 
 
-def test_a_pair_of_a_state_stays_a_pair_and_has_two() -> None:
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_pair_of_a_state_stays_a_pair_and_has_two(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class OfPairs(SGD):
         def build(self, model: nn.Module) -> torch.optim.Optimizer:
             return Paired(model.parameters(), lr=0.1)
 
+    monkeypatch.setattr(Paired, "kind", kind)
     saved, fresh = Trained(OfPairs()).train(3).saved(), Trained(OfPairs())
+    for entries in saved["state"].values():
+        entries["pair"] = kind(tensor.contiguous() for tensor in entries["pair"])
     restore_optimizer(fresh.optimizer, fresh.model, saved)
-    assert [entries["pair"] for entries in fresh.optimizer.state.values()] == [(3.0, 6.0)] * 6
+    for entries in fresh.optimizer.state.values():
+        first, second = entries["pair"]
+        assert (type(entries["pair"]), float(first), second.tolist()) == (kind, 3.0, [[6.0, 6.0]] * 3)
+        assert second.stride() == (1, 3), "in the layout of this optimizer"
     saved["state"]["3.bias"]["pair"] = saved["state"]["3.bias"]["pair"][:1]
     with pytest.raises(ValueError, match=r"shorter|longer"):
         restore_optimizer((fresh := Trained(OfPairs())).optimizer, fresh.model, saved)

@@ -295,6 +295,12 @@ def test_a_key_of_the_job_that_is_typed_in_a_block_is_found(key: str) -> None:
     assert f" Did you mean '{key.partition('.')[2]}'" in str(messages.translate(caught.value))
 
 
+def test_a_key_of_a_named_component_is_proposed_whole() -> None:
+    with pytest.raises(HydraException) as caught:
+        composed("metric=[f1]", "metric.f1.averag=micro")
+    assert str(messages.translate(caught.value)).endswith(" Did you mean 'metric.f1.average'?")
+
+
 @pytest.mark.parametrize(
     ("typed", "key", "meant"),
     [

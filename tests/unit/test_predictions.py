@@ -20,6 +20,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.figures import BINS, Predictions
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
+from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.scores import EvaluationBlock
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry import pictures
@@ -259,6 +260,15 @@ def test_many_labels_have_no_curves_and_values_that_are_no_numbers_no_points() -
     assert predictions.points[0] == [[1.0] * 30, [None] * 30]
     assert [example["predicted"] for example in predictions.worst] == [[None] * 101] * WORST, "JSON has no infinity"
     assert pictures.against_true(predictions, 0).startswith("data:image/svg+xml")
+
+
+@pytest.mark.parametrize("options", [{}, OF_LABELS, OF_VALUES], ids=["classes", "labels", "values"])
+def test_images_that_are_all_broken_count_nowhere(options: dict[str, Any]) -> None:
+    labels = options.get("labels", LABELS)
+    broken = torch.full_like(labels, math.nan if labels.is_floating_point() else IGNORE_INDEX)
+    predictions = collected(**options | {"labels": broken})
+    assert (sum(predictions.examples), sum(predictions.predicted), predictions.worst) == (0, 0, [])
+    assert [pair for pair in predictions.points if pair != [[], []]] == []
 
 
 @pytest.mark.parametrize("options", [{}, OF_LABELS, OF_VALUES], ids=["classes", "labels", "values"])

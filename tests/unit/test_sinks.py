@@ -1263,6 +1263,12 @@ def test_a_name_that_the_font_of_pictures_does_not_have_is_a_number(name: str, t
     assert pictures._name([name], 0) == text
 
 
+def test_a_part_of_a_pixel_of_a_text_has_a_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length, width in ((0.0, 0), (2.0, 2), (2.25, 3)):
+        monkeypatch.setattr(pictures, "_MEASURE", SimpleNamespace(textlength=lambda text, length=length: length))
+        assert pictures._width("il") == width
+
+
 def test_a_text_is_cut_to_what_fits_exactly() -> None:
     width = pictures._width("abcdefgh")
     assert [pictures._fitting("abc\tdefgh"[:4] + "defgh", room) for room in (width + 9, 0)] == ["abc defgh", ""]

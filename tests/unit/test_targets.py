@@ -1,5 +1,6 @@
 """Targets besides one class: labels and values from a CSV file and from `datasets`, mixed and with corrupt images."""
 
+import itertools
 import json
 import re
 import tarfile
@@ -24,6 +25,7 @@ from lockstep.core.rng import MIX, sample_keys
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.arrays import check_labels
 from lockstep.data.datasets.files import LISTINGS
+from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.targets import (
     SEPARATOR,
@@ -117,6 +119,14 @@ def from_texts(folder: Path, kind: str, cells: list[str], **keys: Any) -> Any:
 
 def listed(source: Any) -> list[str]:
     return [note for note in source.notes() if "look like lists of" in note]
+
+
+def test_folders_whose_names_look_like_lists_are_classes(tmp_path: Path) -> None:
+    for split, name in itertools.product(("train", "val"), ("a;b", "b;c")):
+        (folder := tmp_path / split / name).mkdir(parents=True)
+        images(folder, 2)
+    source = Folder(path=str(tmp_path), decode_size=8)
+    assert (source.class_names, listed(source)) == (("a;b", "b;c"), [])
 
 
 @pytest.mark.parametrize("kind", ["csv", "webdataset", "hf"])
@@ -371,8 +381,11 @@ def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) 
     columns: dict[str, Any] = {"one": [float(n) for n in range(8)], "gap": [1.0, None, *[1.0] * 6]}
     columns |= {"ragged": [[1.0, 0.0], [1.0], *[[0.0, 1.0]] * 6], "vector": [[0, 1, 0]] * 8}
     columns |= {"none": [[]] * 8, "texts": ["high"] * 8, "two": [[n % 2, 1 - n % 2] for n in range(8)]}
-    path = saved(tmp_path, **{name: (cells, None) for name, cells in columns.items()})
+    fixed = pytest.importorskip("datasets").Sequence(pytest.importorskip("datasets").Value("int64"), length=2)
+    typed = {"hole": ([[0, 1], None, *[[1, 0]] * 6], fixed)}
+    path = saved(tmp_path, **typed, **{name: (cells, None) for name, cells in columns.items()})
     for column, targets, sentence in (
+        *(("hole", targets, "row 1 of .* has 0 numbers, expected 2") for targets in ("labels", "values")),
         ("one", "labels", r"row 0 of .* has the labels 0\.0, expected a list of classes"),
         ("one", "classes", r"row 0 of .* has the label 0\.0, expected a class; .* task=regression"),
         ("gap", "values", "row 1 of train in .* has None for 'gap', expected a finite number"),

@@ -312,7 +312,7 @@ def test_each_loader_has_the_labels_of_its_split_in_copies(monkeypatch: pytest.M
 def test_the_loader_gets_the_micro_batches_that_were_chosen_and_the_plan_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen, tried = list[float](), list[Any]()
+    chosen, tried, rates = list[float](), list[Any](), list[float | None]()
 
     def choose(job: ResolvedJob, world: World, *, held_gb: float) -> int:
         chosen.append(held_gb)
@@ -322,7 +322,7 @@ def test_the_loader_gets_the_micro_batches_that_were_chosen_and_the_plan_has_the
     monkeypatch.setattr(dry_run, "training_rate", lambda job, world: tried.append(job.train.micro_batches))
     loader = SimpleNamespace(
         held_gb=lambda context: round(1e9 * context.gigabytes),
-        choose=lambda context: (context.training_rate(), (Resident(), "why"))[1],
+        choose=lambda context: rates.append(context.training_rate()) or (Resident(), "why"),
     )
     for words, number, held in (("train.micro_batches=auto", 3, [60 * 64]), ("train.micro_batches=2", 2, [])):
         job = replace(resolved(*JOB, "dataset.examples=48", words), loader=loader)  # type: ignore[arg-type]
@@ -331,6 +331,7 @@ def test_the_loader_gets_the_micro_batches_that_were_chosen_and_the_plan_has_the
         assert (job.loader, data.loader_reason) == (Resident(), "why")
         assert (chosen, len(data.train), len(data.val), data.fingerprint["examples"]) == (held, 48, 12, 48)
         chosen.clear()
+    assert rates == [None, None], "a step that is not tried is no slow one"
 
 
 def test_all_ranks_have_the_loader_that_main_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
