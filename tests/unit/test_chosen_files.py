@@ -121,6 +121,8 @@ def test_what_hydra_reads_as_it_is_meant_is_left_alone(content: Any, tmp_path: P
         ("experiment=mine ~debug", ["experiment/mine", "experiment/parent"]),
         ("experiment=mine ~debug=fast", ["experiment/mine", "experiment/parent"]),
         ("debug=slow", ["debug/slow"]),
+        ("debug=0", ["debug/0"]),
+        ("experiment=zero", ["experiment/zero", "debug/0"]),
         ("debug=fast debug=slow", ["debug/slow"]),
         ("experiment=none debug=none seed=3", []),
         ("", []),
@@ -132,7 +134,9 @@ def test_the_files_of_a_line_and_those_that_they_list_are_read_and_no_others(
     files = {
         "experiment/mine": ["parent", {"/debug": "fast"}, "_self_"],
         "experiment/parent": {"seed": 1},
+        "experiment/zero": [{"/debug": 0}],
         "debug/fast": [{"/paths": "here.v2.yaml"}],
+        "debug/0": {"seed": 2},
         **{
             name: {"seed": 2}
             for name in ("debug/slow", "debug/other", "paths/here", "paths/here.v2", "experiment/idle", "debug/idle")

@@ -547,6 +547,14 @@ def test_the_figure_that_is_monitored_stands_behind_the_loss(
     assert f"step  5/25  {columns}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("first", [0, 10])
+def test_a_resumed_run_counts_its_steps_from_the_beginning(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(PLAN, left(first), Monitor())
+    lines.evaluated(15, SCORES, None, best=True)
+    lines.close()
+    assert capsys.readouterr().out.startswith("epoch 2/3  step 15/25  ")
+
+
 def test_a_narrow_line_keeps_the_score_that_decides_and_the_log_has_them_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -519,6 +519,8 @@ def test_heads_and_the_best_are_bold_and_defaults_dim() -> None:
     assert [best.styled(row).style for row in range(3)] == ["bold", "dim", ""]
     head, *rows = lines_of([best], None)
     assert [[span.style for span in line.spans] for line in (head, *rows)] == [["bold"], ["bold"], ["dim"], []]
+    equal = Column("a", [setting("1", is_default=True), "2", "1"], best=[0, 2])
+    assert [equal.styled(row).style for row in range(3)] == ["bold", "", "bold"]
     assert [Column("a", [text]).styled(0).plain for text in ("x\ny", "\x1b")] == [r"x\ny", r"\x1b"]
     assert Column("a", ["x\ny"]).width(folded=False) == 4
     assert Column("not done", ["2"]).head_lines(folded=True) == ["not", "done"]

@@ -144,14 +144,14 @@ def test_a_figure_not_logged_is_no_score_and_no_objective(monitor: str, objectiv
 
 def test_a_figure_is_an_objective_with_its_own_direction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger, names = sweep(tmp_path), ["score", "-loss", "f1"]
-    for record, loss in zip(ledger.records(), (3.0, 2.0, 2.5), strict=False):
+    for record, loss in zip(ledger.records(), (3.0, 0.0, 2.5), strict=False):
         scores = {"loss": loss, "f1": 0.51234, "top1": 1.0}
         (tmp_path / record.folder / "summary.json").write_text(json.dumps({"scores": scores}))
     assert directions(names, Direction.maximize) == ["maximize", "minimize", "maximize"]
     view_of(ledger).show_table(names)
     out = capsys.readouterr().out
     assert re.search(r"^job +lr +score +val loss +val f1 +state +to the best", out, re.MULTILINE)
-    assert re.search(r"^ *1 +2 +50\.00 +2 +0\.5123 +done +-40\.00$", out, re.MULTILINE)
+    assert re.search(r"^ *1 +2 +50\.00 +0 +0\.5123 +done +-40\.00$", out, re.MULTILINE)
     assert "no other job is better in score and val loss and val f1 than jobs 0, 1\n" in out
 
 

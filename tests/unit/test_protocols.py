@@ -87,9 +87,10 @@ def test_a_data_set_is_fetched_with_all_its_splits() -> None:
 
 @pytest.mark.parametrize("group", ["callback", "schedule"])
 def test_each_object_of_an_option_has_lists_and_dictionaries_of_its_own(group: str) -> None:
-    annotations = {"__annotations__": {"steps": list[int], "names": dict[str, int]}}
-    own = plain(group, steps=[1], names={"a": 1}, **annotations)
+    annotations = {"__annotations__": {"steps": list[int], "names": dict[str, int], "words": ClassVar[list[str]]}}
+    own = plain(group, steps=[1], names={"a": 1}, words=["x"], **annotations)
     one, other = own(), own()
+    assert one.words is other.words is own.words, "what belongs to the class is no field"
     assert one == other
     one.steps.append(2)
     one.names["b"] = 2

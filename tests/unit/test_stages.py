@@ -305,6 +305,8 @@ class Calls(nn.Module):
         super().__init__()
         self.first, self.third, self.spare = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(2, 2)
         self.second: nn.Module = nn.Bilinear(4, 4, 4) if how == "two" else nn.Linear(4, 4)
+        if how == "in place":
+            self.second = nn.ReLU(inplace=True)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -317,7 +319,7 @@ class Calls(nn.Module):
             second = self.second(first)
         if self.how == "shape":
             second = second.reshape(first.shape).to(first.dtype)
-        if self.how == "keyword":
+        if self.how in ("keyword", "in place"):
             second = torch.add(input=second, other=first)
         if self.how == "list":
             second = torch.stack([second, first]).sum(0)
@@ -337,6 +339,7 @@ class Calls(nn.Module):
         ("two", "it takes 2 tensors, expected one"),
         ("by name", "it takes 1 tensors, expected one"),
         ("keyword", "more than its input is used behind it, as by a skip connection"),
+        ("in place", "more than its input is used behind it, as by a skip connection"),
         ("list", "more than its input is used behind it, as by a skip connection"),
         ("images", "more than its input is used behind it, as by a skip connection"),
         ("parameter", "first.bias is used on both sides of it"),
