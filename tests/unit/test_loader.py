@@ -159,14 +159,14 @@ def test_the_images_of_a_step_are_those_of_its_own_reader() -> None:
     ("after", "expected"), [(0, ["first", "second"]), (1, ["first", "second"]), (2, ["second"]), (9, [])]
 )
 def test_a_reader_whose_steps_are_over_is_not_asked_for_images(after: int, expected: list[str]) -> None:
-    whole, asked = loader(Digits(), Resident()), list[str]()
+    whole, begun = loader(Digits(), Resident()), list[str]()
 
     def feed(name: str) -> Any:
-        return lambda requests: asked.append(name) or whole.train_feeds[0](requests)
+        return lambda requests: begun.append(name) or whole.train_feeds[0](requests)
 
     later = replace(whole, train_feeds={0: feed("first"), 2: feed("second")})
     assert [shard.step for shard in shards(later, after)] == [*range(after + 1, 10)]
-    assert asked == expected
+    assert begun == expected
 
 
 @pytest.mark.parametrize("order_of", [None, lambda epoch: 50 * (epoch + 1) + torch.arange(50).flip(0)])
