@@ -117,6 +117,11 @@ def test_a_url_without_a_secret_is_shown_as_it_is(text: str) -> None:
     assert escaped("https://host/x?a=1&key=K;b=2&sig=S") == "https://host/x?a=1&key=***;b=2&sig=***", "and beside one"
 
 
+def test_every_secret_of_a_text_is_hidden() -> None:
+    text = "mysql://ann:{}@db/x is no copy of mysql://bob:{}@db/x, https://a/b?sig={} or https://a/c?sig={}"
+    assert escaped(text.format("PA", "PB", "SA", "SB")) == text.format(*["***"] * 4)
+
+
 def test_three_words_at_most_are_close_and_the_shortest_that_is_begun_comes_first() -> None:
     names = ["resnet50_wide", "resnet50", "resnet5", "resnet50d", "vit"]
     assert close_to("resnet50", names) == ["resnet50", "resnet50d", "resnet50_wide"]
@@ -176,9 +181,10 @@ def test_a_broken_image_may_be_skipped_unless_this_machine_lacks_a_package_for_i
 
 
 def test_values_are_shown_as_they_are_typed_and_those_of_a_list_too() -> None:
-    values = {"a": "'a'", 1: "1", 0.5: "0.5", None: "None"}
+    values = {"a": "'a'", 1: "1", 0.5: "0.5", None: "null", False: "false"}
     assert {value: errors.shown(value) for value in values} == values
-    assert errors.shown([*values, ["b"], 10**30]) == "['a', 1, 0.5, None, ['b'], a number of more than 30 digits]"
+    text = "['a', 1, 0.5, null, false, ['b'], a number of more than 30 digits]"
+    assert errors.shown([*values, ["b"], 10**30]) == text
     assert errors.shown([1] * 40) == f"[{'1, ' * 25}1...", "cut at 80 characters"
 
 
