@@ -150,4 +150,5 @@ class ThreadRanks:
         tensor.detach().copy_(self.gathered(tensor)[src])
 
     def all_gather_object(self, values: list[Any], value: Any, group: Any) -> None:
+        assert len(values) == self.size, "a list has a place for each rank"
         values[:] = self.objects(value)

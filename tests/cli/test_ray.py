@@ -140,10 +140,15 @@ def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path: Path, address: s
 
 
 @pytest.mark.parametrize(
-    ("gpus", "least"), [(0, {"num_gpus": 0, "num_cpus": 3}), (1, {"num_gpus": 1, "num_cpus": 1})]
+    ("gpus", "largest", "least"),
+    [
+        (0, 1, {"num_gpus": 0, "num_cpus": 3}),
+        (1, 1, {"num_gpus": 1, "num_cpus": 1}),
+        (1, 0, {"num_gpus": 0, "num_cpus": 3}),
+    ],
 )
 def test_a_task_has_the_devices_the_retries_and_the_name_of_its_job(
-    gpus: int, least: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: int, largest: int, least: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks: list[dict[str, Any]] = []
 
@@ -155,7 +160,7 @@ def test_a_task_has_the_devices_the_retries_and_the_name_of_its_job(
     for wanted_gpus in (gpus, 4 * gpus):  # no job gets more than the largest node has
         record = Record(number=0, overrides=(), folder="000-a")
         job = SweepJob(record, Needs(gpus=wanted_gpus, cores=9), lambda: None, ())
-        RayTask(Ledger(tmp_path), job, Needs(gpus=1, cores=3), 7)
+        RayTask(Ledger(tmp_path), job, Needs(gpus=largest, cores=3), 7)
     assert tasks == [{**least, "max_retries": 7, "name": "000-a"}] * 2
 
 

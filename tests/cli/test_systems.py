@@ -198,6 +198,6 @@ def test_on_windows_another_hydra_app_leaves_the_plugins_out(tmp_path: Path) -> 
 
 
 def test_on_windows_a_program_that_goes_on_without_lockstep_has_its_own_errors() -> None:
-    goes_on = "try: import lockstep\nexcept ImportError: pass\nraise ValueError('odd')"
+    goes_on = "try: import lockstep\nexcept ImportError: pass\nraise ImportError('odd')"
     done = command(sys.executable, "-c", WINDOWS + goes_on)
-    assert (done.code, done.out, done.err.splitlines()[-1]) == (1, "", "ValueError: odd")
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (1, "", "ImportError: odd")

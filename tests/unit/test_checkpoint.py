@@ -14,7 +14,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -978,6 +980,35 @@ def test_a_checkpoint_with_a_score_that_nobody_can_read_has_none(run: RunDir, fa
     assert files.best_scored([second, first], 2) == []
 
 
+def test_a_score_of_zero_is_one_and_better_than_one_below(run: RunDir) -> None:
+    target = writer(run, keep=9)
+    for step, score in enumerate((-2.0, 0.0, -1.0, None), start=1):
+        save(target, step, score=score)
+    target.close()
+    assert [path.name[-1] for path in files.best_scored(candidates(run.checkpoints), 9)] == [*"231"]
+
+
+def test_a_checkpoint_takes_the_place_of_one_of_its_step(run: RunDir) -> None:
+    saved(run, 1, 2)
+    saved(run, 2)
+    assert [path.name for path in candidates(run.checkpoints)] == ["step-000000002", "step-00000001"]
+
+
+def test_a_write_that_still_runs_is_waited_for_before_the_next(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(call: Callable[..., Any], *facts: Any) -> Any:
+        """A write that ends when it is waited for."""
+        result = cache(lambda: call(*facts))
+        return SimpleNamespace(done=lambda: False, exception=result, result=result)
+
+    target = writer(run)
+    monkeypatch.setattr(target, "pool", SimpleNamespace(submit=submit, shutdown=target.pool.shutdown))
+    for step, left in ((1, []), (2, [1]), (3, [2, 1])):
+        save(target, step)
+        assert steps_left(run) == left
+    target.close()
+    assert steps_left(run) == [3, 2, 1]
+
+
 def test_copies_are_dense_and_their_own_and_keep_the_kinds_of_their_containers() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     tree = {"a": (tensor.T, 3), "b": [tensor], "c": None}
@@ -1416,8 +1447,10 @@ def test_a_card_that_cannot_be_read_is_the_users_mistake_and_other_weights_have_
     for read in (find_card, read_card):
         with pytest.raises(InputError, match=r"^weights: .*broken\.safetensors cannot be used: "):
             read(tmp_path / "broken.safetensors")
-    with pytest.raises(InputError, match=r"^mine: .*plain\.safetensors cannot be used: "):
-        read_card(tmp_path / "plain.safetensors", "mine")
+    (tmp_path / "cut.safetensors").write_bytes(b"\xff" * 9)
+    for name in ("plain", "cut"):
+        with pytest.raises(InputError, match=rf"^mine: .*{name}\.safetensors "):
+            read_card(tmp_path / f"{name}.safetensors", "mine")
 
 
 def test_a_path_without_weights_is_told_with_a_similar_one(run: RunDir, tmp_path: Path) -> None:

@@ -1211,6 +1211,12 @@ def test_a_chosen_column_is_there_once_and_a_person_finds_the_name_at_the_end(
     assert head.split() == ["when", "batch", "my/gap", "tags", "size", "state", "name"]
     assert [row.split()[-1] for row in rows] == ["run1", "run2"]
     assert [row.split()[3] for row in rows] == ["0", "1"], "0 is a figure"
+    file = on_terminal(monkeypatch, 120)
+    monkeypatch.setattr(console.Terminal, "is_terminal", False)
+    runs(str(tmp_path), sort="my/gap", filters=[], form="table", columns=["batch", "tags", "my/gap"])
+    head, *rows = re.sub(r"\x1b\[\d*m", "", file.getvalue()).splitlines()
+    assert head.split() == ["name", "when", "batch", "my/gap", "tags", "size", "state"], "a program finds it first"
+    assert [row.split()[0] for row in rows] == ["run1", "run2"]
 
 
 def test_a_file_that_a_job_has_just_removed_has_no_size(

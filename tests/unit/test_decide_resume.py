@@ -80,6 +80,7 @@ def test_the_command_that_resumes_has_the_last_word(tmp_path: Path) -> None:
     resume = decided(f"resume={run.path}", "epochs=7")
     assert (resume.values["epochs"], resume.values["seed"]) == (7, 5)
     assert [word for word in resume.overrides if "epochs" in word] == ["epochs=3", "epochs=7"]
+    assert not any(word.startswith("resume=") for word in resume.overrides), "a run does not go on from itself"
     assert composed(*resume.overrides)["epochs"] == 7, "the overrides give the config of the run again"
 
 

@@ -283,6 +283,7 @@ def test_a_mapping_for_a_library_has_a_limit_for_its_values_and_its_numbers() ->
         (Number(low=0, high=1, low_open=True), "a number above 0 and at most 1"),
         (Number(low=0, high=1, high_open=True), "a number from 0 to below 1"),
         (Number(low=0, high=0.5, low_open=True, high_open=True), "a number above 0 and below 0.5"),
+        (Number(low=1.5, high=2.25), "a number from 1.5 to 2.25"),
         (Number(low=1e-6, high=1e6, words=("auto", "max")), "auto or max or a number from 1e-06 to 1,000,000"),
         (Number(low=1, high=16_384, whole=True), "a whole number from 1 to 16,384"),
     ],

@@ -312,6 +312,7 @@ def test_figures_and_parts_of_the_time_in_words() -> None:
         "top5": "val top-5",
         "loss": "val loss",
         "calibration_error": "val calibration error",
+        "my_figure": "val my_figure",
     }
     assert {name: figure_name(name) for name in names} == names
     texts = {"top1": "12.35 % top-1", "calibration_error": "12.35 % calibration error", "f1": "f1 12.35"}

@@ -13,6 +13,7 @@ from sklearn import metrics
 
 from helpers import QUICK, created, refusal, train_here
 from lockstep.inference.predictor import load_predictor
+from lockstep.job import validate_with_data
 
 NAMES = ("a", "b", "c")
 # What is evaluated, (images, classes): images of each class, of one, without one; several labels or none; values.
@@ -85,10 +86,14 @@ def test_a_monitor_is_refused_where_scikit_learn_has_no_score(
     created(*QUICK, *job[:-1], "monitor=loss", out)  # as the sentence says
 
 
-def test_the_score_of_a_class_without_images_is_refused_and_those_of_the_others_are_not(tmp_path: Path) -> None:
+def test_the_score_of_a_class_without_images_is_refused_and_those_of_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = [*words(tmp_path, "multiclass", CLASSES["two"]), "metric=recall", "metric.recall.average=none"]
     assert "(2 of 3 classes), whatever is predicted" in refusal(tmp_path / "out", *QUICK, *job, "monitor=recall/c")
     created(*QUICK, *job, "monitor=recall/a", f"output_root={tmp_path / 'out'}")
+    monkeypatch.setattr(validate_with_data, "TRIED_LABELS", 1)  # the first has class a
+    created(*QUICK, *job, "monitor=recall/b", f"output_root={tmp_path / 'out'}")
 
 
 VALUELESS = ("metric=kappa", "monitor=kappa", "optimizer.lr=0.1", "train.eval_every=1", "schedule=constant")

@@ -219,6 +219,13 @@ def test_a_frozen_parameter_in_a_group_leaves_the_others_their_names() -> None:
     assert all(map(torch.equal, whole.train(2).weights(), resumed.train(2).weights()))
 
 
+def test_a_shared_parameter_has_its_first_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    groups = optimizer_state(SGD().build(model), model)["param_groups"]
+    assert sorted(name for group in groups for name in group["params"]) == ["0.bias", "0.weight", "1.bias"]
+
+
 class Paired(torch.optim.SGD):
     """An optimizer that keeps a pair of tensors for each parameter."""
 

@@ -389,6 +389,8 @@ def test_no_callback_acts_between_the_parts_of_a_step_that_has_none(
     class Between(lockstep.Callback):
         def after_backward(self, run: TrainingRun) -> None: ...
 
+    class Inherited(Between): ...
+
     class After(lockstep.Callback):
         def step_end(self, run: TrainingRun) -> None: ...
 
@@ -402,6 +404,7 @@ def test_no_callback_acts_between_the_parts_of_a_step_that_has_none(
     refused = pytest.raises(InputError, match=f"{sentence}.* Between\\b") if sentence else nullcontext()
     with refused:
         named_objects(job, [After(), Between()])
+        check_whole_steps(job, {"after": After(), "between": Between(), "too": Inherited()})
 
 
 @pytest.mark.parametrize(

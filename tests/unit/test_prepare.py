@@ -338,6 +338,16 @@ def test_what_begins_before_the_step_of_a_resume_is_said_if_the_plan_moves_it(
     assert "learning rate" not in text
 
 
+def test_a_decision_that_the_run_did_not_have_is_said_too(capsys: pytest.CaptureFixture[str]) -> None:
+    job = resolved(*SMALL, "schedule=constant", "steps=40", "batch=10", "train.mix_until=50%", "train.mixup=0.2")
+    plan = plan_of(job, 1000)
+    here = decisions(job, plan)
+    saved = {key: steps for key, steps in here.items() if key != "train.mix_until"}
+    assert saved != here
+    note_changes(job, plan, saved, 21)
+    assert capsys.readouterr().err.strip() == f"{HEAD.format(21)}train.mix_until [20] (not null){TAIL}"
+
+
 def test_the_learning_rates_up_to_the_step_of_a_resume_are_compared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

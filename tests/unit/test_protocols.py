@@ -334,6 +334,7 @@ def test_a_task_without_methods_of_its_own_has_the_losses_and_hits_of_a_plain_ne
         assert (losses.tolist(), outputs.tolist()) == ([30.0, 11.0, 61.0], (images + 1).tolist())
     hits = task.hits(images, targets)
     assert (hits.tolist(), hits.dtype, hits.shape) == (2, torch.int64, ())
+    assert task.hits(images, torch.tensor([-1, 1, 0])) == 2, "a broken image is no hit of the first class"
     counts = task.counts(outputs, targets.to("meta"))
     assert (counts.shape, counts.dtype, counts.device.type) == ((0,), torch.int64, "meta")
     assert (task.ready(None, None), logged) == (task, [])

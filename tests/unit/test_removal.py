@@ -126,6 +126,21 @@ def test_a_run_that_is_running_keeps_everything(run: RunDir, yes: bool, capsys: 
     assert last == "there is nothing to remove"
 
 
+def test_no_job_can_take_a_run_while_its_checkpoints_are_removed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = list[Path]()
+
+    def remove(path: Path) -> None:
+        removed.append(path)
+        with closing(Lock()) as lock, pytest.raises(InputError, match="is in use by another job"):
+            lock.take(run.lock)
+
+    monkeypatch.setattr(cleaning, "remove", remove)
+    cleaned(run)
+    assert removed
+
+
 @pytest.mark.parametrize(("status", "left"), [("completed", []), ("stopped", [8])])
 def test_all_means_completed_runs_whose_weights_stay(run: RunDir, status: str, left: list[int]) -> None:
     run.write_summary(status=status)

@@ -885,6 +885,8 @@ def test_a_page_has_each_fact_of_a_run_in_words(tmp_path: Path) -> None:
     assert shown["findings"] == [{"name": "learning", "sentence": "it learns", "evidence": "", "override": ""}]
     assert shown["headline"] == "93.46 % top-1, digitnet, folder photos"
     assert shown["hardware"][:2] == [("processes", "not known"), ("threads of each", "not known")]
+    run.composed.write_text(components.dump({**composed, "steps": 1600, "dataset": {"path": None}}))
+    assert facts_of(Run(run.path))["headline"] == "93.46 % top-1, digitnet, folder", "a data set may have no path"
 
 
 def test_the_page_of_a_sweep_has_each_fact_of_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -869,11 +869,12 @@ def test_a_number_of_ranks_beside_ranks_that_were_started_is_refused_whatever_th
     for name, value in {**place, variable: "1"}.items():
         monkeypatch.setenv(name, value)
     assert resolved("device=cpu", "launcher.ranks=2").launcher.ranks == 2
-    with pytest.raises(InputError) as raised:
-        resolved("device=cpu", "launcher.ranks=3")
-    assert str(raised.value) == (
-        f"launcher.ranks is 3, but {label} has started 2; use launcher.ranks=auto, or start 3 ({way})"
-    )
+    for ranks in (1, 3):
+        with pytest.raises(InputError) as raised:
+            resolved("device=cpu", f"launcher.ranks={ranks}")
+        assert str(raised.value) == (
+            f"launcher.ranks is {ranks}, but {label} has started 2; use launcher.ranks=auto, or start {ranks} ({way})"
+        )
 
 
 @pytest.mark.parametrize("words", [(), ("strategy=single",), ("strategy=strict",), ("strategy.sync_batchnorm=true",)])

@@ -462,10 +462,11 @@ def test_the_facts_of_a_checkpoint_have_a_limit(tmp_path: Path) -> None:
     assert run.damage == [f"{folder / 'facts.json'} has 67,108,865 bytes, expected at most 67,108,864"]
 
 
-def test_a_file_with_another_kind_of_content_is_told_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", ["seed: 1", "[seed=1, 2]"])
+def test_a_file_with_another_kind_of_content_is_told_as_such(tmp_path: Path, overrides: str) -> None:
     run_dir = RunDir.at(tmp_path)
     run_dir.environment.write_text("[]")
-    run_dir.overrides.write_text("seed: 1")
+    run_dir.overrides.write_text(overrides)
     run = Run(tmp_path)
     assert (run.environment, run.overrides) == ({}, [])
     assert run.damage == [

@@ -54,6 +54,15 @@ def test_no_text_leaves_its_folder_hides_or_grows_too_long(text: str) -> None:
     assert 0 < len(name.encode()) <= NAME_LIMIT
 
 
+def test_the_paths_of_a_run_begin_with_the_path_that_was_named(tmp_path: Path) -> None:
+    RunDir.at(tmp_path / "run")
+    link = tmp_path / "link"
+    link.symlink_to("run")
+    for path in (link, Path("relative")):
+        run = RunDir(path)
+        assert (run.log, run.composed) == (path / "train.log", path / ".hydra" / "config.yaml")
+
+
 def test_twenty_jobs_that_start_at_once_get_twenty_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(20) as pool:
         runs = list(pool.map(lambda _: RunDir.create(tmp_path / "new" / "root", "job"), range(20)))

@@ -129,6 +129,18 @@ def test_only_a_failure_with_restarts_left_allows_another_attempt(tmp_path: Path
         launcher.attempt(Entry(entry), run, can_restart=True)
 
 
+@pytest.mark.parametrize("can_restart", [True, False])
+def test_errors_of_an_earlier_attempt_are_none_of_the_next(
+    tmp_path: Path, ranks: Callable[..., None], can_restart: bool
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.logs.mkdir(exist_ok=True)
+    (run.logs / "rank1.error.json").write_text("{}")
+    ranks(0, 0)
+    assert Spawn(ranks=2).attempt(Entry(entry), run, can_restart=can_restart) is None
+    assert run.rank_errors() == []
+
+
 def test_a_job_that_is_asked_to_stop_is_not_started_again(tmp_path: Path, ranks: Callable[..., None]) -> None:
     ranks(None, 70, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(RankFailed):

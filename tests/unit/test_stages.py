@@ -475,6 +475,24 @@ def test_a_stage_gets_its_images_in_the_order_in_memory_that_one_rank_has(
     assert orders == [alone[0].is_contiguous(memory_format=torch.channels_last)] == [last]
 
 
+class Tokens(nn.Module):
+    """Patches as a sequence, which lies transposed in memory, then a layer and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 4, 4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.second(self.first(x).flatten(2).mT).mean(1))
+        return logits
+
+
+def test_a_stage_gets_a_transposed_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, images = Tokens(), torch.randn(2, 3, 8, 8)
+    _, logits = ThreadRanks(2, monkeypatch).run(lambda world: staged(whole, "second", world, images)(images).detach())
+    torch.testing.assert_close(logits, whole(images).detach())
+
+
 def test_stages_compute_in_the_format_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
     images = torch.randn(2, 3, 8, 8).bfloat16()

@@ -1,6 +1,7 @@
 """Copies of a state in host memory."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,25 @@ def test_copies_of_the_hosts_own_tensors_stay_what_they_are() -> None:
     assert_equal(first, original)
     own, copied = ({leaf.data_ptr() for leaf in leaves(tree) if leaf.numel()} for tree in (original, first))
     assert not own & copied
+
+
+def test_copies_of_a_gpus_tensors_are_there_when_they_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(Tensor):
+        is_cuda, device = True, torch.device("cuda", 1)  # type: ignore[assignment]
+
+    def empty(*shape: Any, pin_memory: bool, **options: Any) -> Tensor:
+        events.append(f"a copy, pinned: {pin_memory}")
+        return host(*shape, **options)
+
+    def stream(device: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: events.append(f"wait for {device}"))
+
+    events, host, numbers = list[str](), torch.empty, torch.rand(3)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    copies = host_copies([numbers, numbers.as_subclass(OnGpu), numbers.as_subclass(OnGpu)])
+    assert events == ["a copy, pinned: True"] * 2 + ["wait for cuda:1"]
+    assert all(torch.equal(copied, numbers) for copied in copies)
 
 
 def test_main_saves_the_tensors_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,22 @@ def test_any_is_whether_one_rank_has_set_it(asker: int | None, monkeypatch: pyte
     assert ranks.run(lambda world: world.any(world.rank == asker)) == [asker is not None] * 3
 
 
+def test_ranks_on_machines_of_their_own_gather_and_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def met(world: World) -> tuple[list[int], int]:
+        alone = replace(world, local_rank=0, local_size=1)
+        everyone = alone.gather(world.rank)
+        arrived.append(world.rank)
+        alone.barrier()
+        return everyone, len(arrived)
+
+    arrived = list[int]()
+    ranks = ThreadRanks(3, monkeypatch)
+    waited = list[int]()
+    monkeypatch.setattr(dist, "barrier", lambda: waited.append(ranks.barrier.wait()))
+    assert ranks.run(met) == [([0, 1, 2], 3)] * 3
+    assert len(waited) == 3
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
 @pytest.mark.parametrize("soft", [1024, 2559, 2560, resource.RLIM_INFINITY])
 @pytest.mark.parametrize("hard", [2559, 2560, 4000, resource.RLIM_INFINITY])
