@@ -115,3 +115,16 @@ def test_the_second_look_leaves_the_running_statistics_and_the_losses_of_the_fir
     for name, buffer in norms[0].named_buffers():
         assert torch.equal(buffer, norms[1].get_buffer(name)), name
     assert [parameter.grad for parameter in norms[1].parameters()] == [None] * 6
+
+
+def test_each_gradient_of_a_step_comes_with_the_loss_of_its_own_look() -> None:
+    trainer, _ = with_sam(trainer_of(network(), World.solo(), steps=1, micro_batches=3))
+    returned = list[float]()
+
+    def looks(closure: Callable[[], Tensor]) -> None:
+        returned.extend(float(closure()) for _ in range(3))
+
+    trainer.step.state.optimizer.step = looks  # type: ignore[method-assign, assignment]
+    expected = mean_loss(trainer.state.model, 0).item()
+    stepped(trainer)
+    assert returned == pytest.approx([expected] * 3, rel=1e-12)

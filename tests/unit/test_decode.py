@@ -105,13 +105,20 @@ def test_a_jpeg_with_harmless_damage_is_decoded_whole_and_one_that_is_cut_is_ref
     in_header = file.data[:table] + b"\x00\x00" + file.data[table:]
     with pytest.raises(ValueError, match="extraneous bytes"):
         simplejpeg.decode_jpeg_header(in_header)
-    for content, fits in ((harmless, True), (in_header, True), (file.data[: len(file.data) // 2], False)):
+    behind = file.data[:-2] + bytes(200) + file.data[-2:]
+    simplejpeg.decode_jpeg_header(behind)
+    with pytest.raises(ValueError, match="extraneous bytes"):
+        simplejpeg.decode_jpeg(behind)
+    cut = file.data[: len(file.data) // 2]
+    for content, fits in ((harmless, True), (in_header, True), (behind, True), (cut, False)):
         (tmp_path / "damaged.jpg").write_bytes(content)
         damaged = ImageFile.read(tmp_path / "damaged.jpg")
         assert (damaged.height, damaged.width) == (400, 300)
         if fits:
             exact = file.stored(preprocessing(100, 100))
             assert difference(damaged.stored(preprocessing(100, 100), scaled=True), exact) < 1
+            box = (200, 150, 200, 150)
+            assert difference(damaged.box(box, (40, 30)), file.box(box, (40, 30))) < 2
         else:
             with pytest.raises(OSError, match="image file is truncated"):
                 damaged.stored(preprocessing(100, 100))

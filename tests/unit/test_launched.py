@@ -804,13 +804,14 @@ def test_a_rank_without_an_answer_of_main_says_for_what_it_has_waited(
 ) -> None:
     as_rank(monkeypatch, 1, store.port)
     set_environment(
-        monkeypatch, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True" if agent else "False"
+        monkeypatch, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", TORCHELASTIC_USE_AGENT_STORE="True" if agent else "False"
     )
     monkeypatch.setattr(attach, "_store", lambda *, serve: store)
     waited = no_answer(monkeypatch)
     with pytest.raises(RankFailed, match=rf"^{says} within 1800 s; its output says why$"):
         join()
     assert waited == [1800]
+    assert store.check([attach.NAME_KEY.format(1)]) is agent, "main looks for it there"
 
 
 def test_main_waits_for_each_rank_to_see_the_folder_and_for_no_rank_that_is_not_there(

@@ -334,6 +334,30 @@ def test_the_end_of_an_evaluation_has_its_scores_by_tag() -> None:
     assert seen == [(2, {"acc/val_top1": 50.0})]
 
 
+def test_a_stop_leaves_a_callback_that_had_no_state_without_one_again() -> None:
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.counts: dict[str, int] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.counts
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.counts = state
+
+    counting = Counts()
+    moments = told_by(counting).moments
+    assert moments is not None
+
+    def evaluate() -> Any:
+        counting.counts["seen"] = 1
+        raise StopNow
+
+    with pytest.raises(StopNow):
+        moments.evaluation(evaluate)
+    assert counting.counts == {}
+
+
 @pytest.mark.parametrize("error", [StopNow, ZeroDivisionError])
 def test_only_a_stop_undoes_what_callbacks_have_done(error: type[BaseException]) -> None:
     watch = Told()

@@ -613,6 +613,31 @@ def test_the_groups_of_a_divided_optimizer_are_saved_as_torch_saves_them(monkeyp
         assert torch.equal(main["state"][number]["exp_avg"], entries["exp_avg"])
 
 
+def test_the_state_of_a_divided_optimizer_is_gathered_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnDevice(Tensor):
+        """A tensor of a device, which only `cpu` copies from there."""
+
+        def cpu(self, *_: Any) -> Tensor:
+            return self.as_subclass(Tensor).clone()
+
+    def saved(rank: World) -> tuple[dict[int, Any], dict[Tensor, Any]]:
+        optimizer = ZeROOptimizer(AdamW(lr=0.1).build(nn.Linear(2, 2)), rank)
+        for entries in optimizer.own.param_groups:
+            for parameter in entries["params"]:
+                average = torch.full((2,), rank.rank + 3.0).as_subclass(OnDevice)
+                optimizer.own.state[parameter] = {"exp_avg": average, "name": "a"}
+        return optimizer.state_dict()["state"], optimizer.own.state
+
+    (gathered, own), *_ = ThreadRanks(2, monkeypatch).run(saved)
+    for entries in own.values():
+        entries["exp_avg"] += 1
+    entries = [gathered[number] for number in (0, 1)]
+    assert [(type(each["exp_avg"]), each["exp_avg"].tolist(), each["name"]) for each in entries] == [
+        (Tensor, [3.0, 3.0], "a"),
+        (Tensor, [4.0, 4.0], "a"),
+    ]
+
+
 @pytest.fixture
 def sharded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, Options]]:
     """What FSDP has cut, with the options."""

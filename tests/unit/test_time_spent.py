@@ -248,6 +248,17 @@ def test_the_time_of_a_process_has_its_pauses(passes: Callable[[float], None]) -
     assert (clock.passed(), clock.so_far().busy) == (7.0, 3.0)
 
 
+def test_a_clock_that_is_started_again_has_no_time_of_before(passes: Callable[[float], None]) -> None:
+    times = TimeSpent(None, CPU, reduces=False, period=20)
+    for _ in range(2):
+        passes(5)
+        times.clock.loaded += 4
+        times.clock.add_arrival(time.perf_counter() - 5, time.perf_counter())
+        assert (times.clock.so_far(), times.clock.prepared) == ((5, 4), 5)
+        times.clock.start()
+        assert not any(times.shares(0.0).values())
+
+
 @pytest.mark.parametrize(("rank", "share"), [(0, 0.75), (1, 0.0), (2, 0.5)])
 def test_a_rank_waits_for_the_slowest_one(rank: int, share: float) -> None:
     stragglers = Stragglers(replace(World.solo(), rank=rank, size=3))
@@ -274,7 +285,7 @@ def test_a_step_is_timed_from_its_request_to_the_end_of_its_forward_pass(passes:
 def test_the_last_ten_steps_of_each_rank_are_judged(
     steps: int, judged: int, passes: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(World, "sum", lambda self, tensor: tensor)
+    monkeypatch.setattr(World, "sum", lambda self, tensor: tensor.index_fill(0, torch.tensor([0, 2]), 0.5))
     world = replace(World.solo(), size=3, rank=1)
     times: list[torch.Tensor] = []
     for comparable in (False, True):
@@ -288,7 +299,7 @@ def test_the_last_ten_steps_of_each_rank_are_judged(
         assert stragglers.find() == "named" * (judged * comparable)
     assert len(times) == judged
     for of_ranks in times:
-        expected = torch.zeros(3, JUDGED_STEPS, 2, dtype=torch.float64)
+        expected = torch.full((3, JUDGED_STEPS, 2), 0.5, dtype=torch.float64)
         expected[1] = torch.tensor([(step + 1, step) for step in range(steps)])[-JUDGED_STEPS:]
         assert torch.equal(of_ranks, expected)
     assert Stragglers(World.solo()).comparable is False
