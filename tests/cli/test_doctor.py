@@ -377,6 +377,7 @@ def test_every_job_of_a_sweep_is_examined(photos: Path) -> None:
 def test_the_jobs_of_a_line_are_those_of_hydra(words: tuple[str, ...], jobs: int, photos: Path) -> None:
     checkup = of_photos(photos, *words, multirun=True)
     assert len(checkup.jobs) == jobs
+    assert not any(word.startswith("hydra") for of_job in checkup.jobs for word in of_job)
     assert not problems(checkup)
 
 
@@ -407,6 +408,14 @@ def test_a_job_for_another_machine_is_examined_without_its_devices(photos: Path)
     planted = problems(of_photos(photos, "launcher=slurm", "launcher.nodes=2", "launcher.gpus=8"))
     assert [*planted] == ["devices", "images"]
     assert planted["devices"][0] == "warning"
+
+
+def test_each_job_for_another_machine_is_noted() -> None:
+    checkup = Checkup()
+    for number in range(2):
+        checkup.examine_job(number, (*JOB, "dataset=fake", "launcher=slurm", f"seed={number}"), sweep=True)
+    noted = {item.check: jobs for item, jobs in checkup.findings.items() if item.level == Level.warning}
+    assert noted["devices"] == [0, 1]
 
 
 @pytest.mark.parametrize("submits", [True, False])
@@ -517,6 +526,12 @@ def test_images_that_are_there_twice_are_told_by_where_they_are() -> None:
     assert [text for _, text in texts_of(inspection._repeated(every, 60))][2:] == [  # type: ignore[arg-type]
         "1 twice with two labels, such as train/1 and val/0: one is wrong; remove one of each"
     ], "also where one is in each split"
+    test = Images("test", b"a")
+    test.labels[0] = 1
+    alike: Any = [every[0], (test, 0)]
+    assert [text for _, text in texts_of(inspection._repeated(alike, 60))][1:] == [
+        "1 twice with two labels, such as train/0 and test/0: one is wrong; remove one of each"
+    ], "also where both have the same number"
     unread = [(val, 2), (train, 4), (val, 1)]
     assert texts_of(inspection._repeated(unread, 60)) == [("ok", "none, among 3 images")]  # type: ignore[arg-type]
 
@@ -748,10 +763,13 @@ def test_nccl_adds_right_or_is_said_not_to(result: float, says: str, monkeypatch
     assert [item.check for item in examination._between_gpus(2, with_nccl=True)] == ["topology", "copies"]
 
 
-def test_the_time_of_a_step_is_the_median_without_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [90.0, 0.5])
+def test_the_time_of_a_step_is_the_median_without_the_first_one(
+    first: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr(examination.time, "perf_counter", lambda: now)
-    reads, steps = iter([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 9.0]), iter([90.0, 4.0, 1.0, 3.0, 2.0, 5.0, 9.0, 9.0])
+    reads, steps = iter([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0, 9.0]), iter([first, 4.0, 1.0, 3.0, 2.0, 5.0, 9.0, 9.0])
 
     def groups() -> Iterator[Any]:
         nonlocal now
@@ -774,7 +792,7 @@ def test_the_time_of_a_step_is_the_median_without_the_first_one(monkeypatch: pyt
     monkeypatch.setattr(examination, "MOST_TRIAL_S", 1e6)
     assert examination._seconds_of_step(parts) == (4.0, 3.0), "of six steps, the first of which is not judged"
     monkeypatch.setattr(examination, "MOST_TRIAL_S", 0.0)
-    reads, steps = iter([5.0, 1.0, 7.0]), iter([90.0, 4.0, 7.0])
+    reads, steps = iter([5.0, 1.0, 7.0]), iter([first, 4.0, 7.0])
     assert examination._seconds_of_step(parts) == (5.0, 4.0), "two steps at least"
 
 

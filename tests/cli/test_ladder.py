@@ -208,7 +208,10 @@ def test_a_ladder_that_is_stopped_or_refused_leaves_a_true_ledger(
     with pytest.raises(Stopped, match="rerun the command to resume"):
         climb(*job, scripts=[script], only="mine")
     (folder,) = (tmp_path / module.LADDERS).iterdir()
-    assert [record.state for record in Ledger(folder).records()] == [State.stopped, State.waiting]
+    stopped_turn, waiting = Ledger(folder).records()
+    assert (stopped_turn.state, stopped_turn.exit_code) == (State.stopped, 75)
+    assert stopped_turn.error == module.LADDER_STOPPED
+    assert waiting.state is State.waiting
     assert "--repeat=1" in Ledger(folder).identity().words
 
 
@@ -508,6 +511,7 @@ def test_the_rungs_climb_in_turns_and_what_is_done_stays(
 
 def test_the_largest_difference_of_two_curves_is_relative_and_at_their_common_steps() -> None:
     assert largest_difference({1: 1.5, 2: 3.0, 3: 9.0}, {1: 1.0, 2: -4.0, 4: 1.0}) == 1.75
+    assert largest_difference({1: 1.25, 2: 1.0}, {1: 1.0, 2: 4.0}) == 0.75, "also of one that is lower"
     assert largest_difference({1: 1.0}, {1: 0.0}) is None
     assert largest_difference({1: 1.0}, {2: 1.0}) is None
 

@@ -105,6 +105,7 @@ def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -
         (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, 1.0 + 1e-11])),
         (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, float("nan")])),
         (LOOSE, dataclasses.replace(REFERENCE, weights=nudged(1e-9))),
+        (LOOSE, dataclasses.replace(REFERENCE, weights=nudged(float("nan")))),
         (EXACT, dataclasses.replace(REFERENCE, weights=nudged(1e-15))),
         (LOOSE, dataclasses.replace(REFERENCE, samples=REFERENCE.samples[1:])),
         (LOOSE, dataclasses.replace(REFERENCE, samples=[*REFERENCE.samples, REFERENCE.samples[0]])),

@@ -260,7 +260,8 @@ def test_the_evidence_of_what_a_run_has_learnt_says_how_sure_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "total"), [(60.4, 1000), (90.0, 1000), (97.5, 10_000), (50.0, 38_000), (50.0, 39_000)]
+    ("score", "total"),
+    [(60.4, 1000), (90.0, 1000), (97.5, 10_000), (50.0, 38_000), (50.0, 39_000), (100 * 5 / 19, 19)],
 )
 def test_an_interval_is_shown_down_to_one_percentage_point(score: float, total: int) -> None:
     interval = binomtest(round(total * score / 100), total).proportion_ci(method="wilson")

@@ -17,7 +17,7 @@ from lockstep.data.datasets import CSV, Digits, Folder, Packed
 from lockstep.data.loading import Resident, Streaming
 from lockstep.diagnostics import verdict
 from lockstep.diagnostics.settings import settings_to_try, tried
-from lockstep.diagnostics.verdict import checklist, findings
+from lockstep.diagnostics.verdict import Advice, checklist, findings
 from lockstep.models import Linear
 from lockstep.strategy import DDP
 from lockstep.training import dry_run
@@ -107,6 +107,13 @@ def test_of_several_findings_the_largest_gain_is_named() -> None:
     overrides = {finding.override for finding in findings(facts)}
     assert overrides == {"loader.workers=2", "train.eval_every=2ep"}
     assert verdict.verdict(facts).override == "loader.workers=2"
+
+
+def test_a_gain_that_is_known_is_named_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown, small, large = (Advice(sentence=str(gain), evidence="", gain=gain) for gain in (None, 1.2, 1.5))
+    for order in ((unknown, small, large), (large, unknown, small), (small, unknown)):
+        monkeypatch.setattr(verdict, "findings", lambda facts, order=order: [*order])
+        assert verdict.verdict(evidence()) is (large if large in order else small)
 
 
 @pytest.mark.parametrize("source", [Folder(path="photos"), CSV(path="a.csv"), Packed(path="pack"), Digits()])
@@ -484,6 +491,7 @@ def test_a_share_of_the_time_is_in_percent_in_the_checklist() -> None:
 def test_layers_with_four_dimensions_are_convolutions() -> None:
     for model, has in ((nn.Conv2d(1, 1, 1), True), (nn.Conv1d(1, 1, 1), False), (nn.Conv3d(1, 1, 1), False)):
         assert verdict.has_convolutions(model) == has
+        assert verdict.has_convolutions(model.requires_grad_(False)) == has, "also where they are frozen"
     without = replace(job(), model=replace(job().model, channels_last=None))
     assert not verdict.takes_channels_last(without, nn.Conv2d(1, 1, 1)), "a model of an extension has no such key"
 
