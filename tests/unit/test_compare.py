@@ -920,10 +920,13 @@ def test_a_run_that_was_made_twice_with_other_code_is_two_samples(tmp_path: Path
     assert (row["done"], row["score"]) == (2, 91.0)
 
 
-def test_a_job_whose_process_is_gone_was_killed_as_far_as_its_own_machine_can_see() -> None:
+def test_a_job_whose_process_is_gone_was_killed_as_far_as_its_own_machine_can_see(tmp_path: Path) -> None:
     record = Record(number=0, overrides=(), folder="000-a", state=State.running, host=socket.gethostname(), pid=1)
     assert record.present_state is State.killed
-    assert replace(record, host="elsewhere").present_state is State.running
+    elsewhere = replace(record, host="elsewhere")
+    assert elsewhere.present_state is State.running
+    runs = [JobRun(Ledger(tmp_path), of_job, Monitor()) for of_job in (record, elsewhere)]
+    assert [of_job.state for of_job in runs] == [State.killed, State.running]
     assert replace(record, pid=os.getpid(), born=born(os.getpid())).present_state is State.running
     assert replace(record, state=State.done).present_state is State.done
 

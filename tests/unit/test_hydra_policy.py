@@ -350,7 +350,8 @@ def test_the_words_of_a_config_are_set_and_hydra_13_names_folders_after_them(
     hydra_versions.set_overrides(config, ["hydra.x=1"], words)
     assert (config.hydra.overrides.hydra, config.hydra.overrides.task) == (["hydra.x=1"], words)
     assert config.hydra.job.override_dirname == ("+a~1;b~2" if is_13 else "")
-    assert hydra_versions.trusting(["a.B"]) == (hydra_versions.BASE if is_13 else {"execution_whitelist": ["a.B"]})
+    trusted = ["a.B", "c.D"]
+    assert hydra_versions.trusting(trusted) == (hydra_versions.BASE if is_13 else {"execution_whitelist": trusted})
     override: Any = SimpleNamespace(is_list_extend=lambda: True)
     assert hydra_versions.is_list_extend(override) is not is_13
 

@@ -606,7 +606,8 @@ def test_a_line_that_asks_for_the_help_or_the_version_trains_nothing(capsys: pyt
     assert command_line.answered(["train.py", "--version"])
     assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
     assert not command_line.answered(["train.py", "seed=1"])
-    assert [command_line.shell_asking(words) for words in (["-sc", "query=fish"], ["a"], [])] == ["fish", "", ""]
+    lines = (["-sc", "query=fish"], ["name=query=zsh", "-sc", "query=bash"], ["model.query=x"], ["a"], [])
+    assert [command_line.shell_asking(words) for words in lines] == ["fish", "bash", "", "", ""]
 
 
 def test_a_key_is_what_stands_before_the_first_sign_of_equality() -> None:
@@ -891,7 +892,8 @@ def test_a_job_is_no_sweep_and_its_config_has_no_reference_that_was_escaped() ->
 def test_keys_of_options_that_only_a_run_names_are_added_in_a_resume_alone(word: str, typed: str) -> None:
     assert composition.typed_words(["resume=not-there", word]) == ["resume=not-there", typed]
     assert composition.typed_words(["+resume=not-there", word])[1] == typed
-    assert composition.typed_words(["seed=2", word]) == ["seed=2", word]
+    for first in ("seed=2", "resume_from=a", "train.resume=a", "name=resume"):
+        assert composition.typed_words([first, word]) == [first, word]
 
 
 def test_an_override_begins_as_no_path_does() -> None:

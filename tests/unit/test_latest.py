@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from helpers import ROOT, composed, forked, train_here
 from lockstep.config import components, composition
-from lockstep.config.commands import latest_starts
+from lockstep.config.commands import latest_starts, parsed
 from lockstep.config.composition import Invocation
 from lockstep.config.hydra_versions import initialize_config_dir
 from lockstep.core.errors import InputError
@@ -91,6 +91,16 @@ def test_all_jobs_of_a_sweep_start_from_one_run_also_when_its_line_is_typed_agai
         assert [*config.hydra.overrides.task] == [*started_from, "output_root=runs", "name=x"]
     assert folders[0] == folders[1]
     assert Ledger(folders[0]).identity().latest == base
+
+
+def test_the_path_of_the_run_that_a_sweep_starts_from_is_taken_as_it_is() -> None:
+    base = started("runs", r"a\d, \1")
+    words = ["seed=1,2", "init_from=latest", "output_root=runs", "name=x"]
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        config = loader.load_configuration("config", words, RunMode.MULTIRUN)
+        choose_folder(config)
+    assert parsed(config.hydra.overrides.task[1]) == base
 
 
 def test_a_recipe_says_latest_and_where(tmp_path: Path) -> None:

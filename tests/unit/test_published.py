@@ -68,14 +68,17 @@ def test_weights_in_the_cache_of_the_hub_need_no_network(cache: Path) -> None:
     assert torch.equal(bands, adapt_input_conv(5, weights["conv1.weight"]))
 
 
-@pytest.mark.parametrize(("offline", "says"), [(True, "HF_HUB_OFFLINE is set"), (False, "127.0.0.1: ")])
+@pytest.mark.parametrize(
+    ("pretrained", "offline", "says"),
+    [(True, True, "HF_HUB_OFFLINE is set"), (True, False, "127.0.0.1: "), ("auto", True, "HF_HUB_OFFLINE is set")],
+)
 def test_unavailable_weights_are_one_sentence_at_once(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, says: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, pretrained: bool | str, offline: bool, says: str
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     began = time.monotonic()
     with pytest.raises(InputError, match=f"are not in the cache of this machine.*{says}.*init_from=FILE.safetensors"):
-        Timm(name=NAME, pretrained=True).prepare()
+        Timm(name=NAME, pretrained=pretrained).prepare()
     assert time.monotonic() - began < 20  # with its retries the hub takes 50 s
 
 

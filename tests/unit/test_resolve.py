@@ -385,11 +385,12 @@ def test_a_key_of_what_is_on_has_its_effect(words: str) -> None:
     validate.check_conflicts(job)
 
 
-def test_classes_alone_are_balanced() -> None:
-    words = ("task=multilabel", "dataset=fake", "dataset.classes=3", "train.sampling=balanced", "device=cpu")
+@pytest.mark.parametrize(("task", "targets"), [("multilabel", "labels"), ("regression", "values")])
+def test_classes_alone_are_balanced(task: str, targets: str) -> None:
+    words = (f"task={task}", "dataset=fake", "dataset.classes=3", "train.sampling=balanced", "device=cpu")
     with pytest.raises(InputError) as raised:
         validate.check_targets(resolved(*words))
-    says = "train.sampling=balanced balances classes, and the targets of this task are labels; remove it"
+    says = f"train.sampling=balanced balances classes, and the targets of this task are {targets}; remove it"
     assert str(raised.value) == says
 
 

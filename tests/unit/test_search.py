@@ -593,6 +593,7 @@ def test_a_search_has_the_pruner_that_it_names_and_the_directions_of_its_objecti
     for objectives, score, directions in (
         (["score"], Direction.minimize, ["MINIMIZE"]),
         (["score", "seconds"], Direction.maximize, ["MAXIMIZE", "MINIMIZE"]),
+        ([], Direction.maximize, ["MAXIMIZE"]),
     ):
         optuna.logging.set_verbosity(optuna.logging.INFO)
         searching = sweeper(tmp_path, SimpleNamespace(), pruner=pruner)

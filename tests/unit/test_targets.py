@@ -270,6 +270,7 @@ FITTING: dict[str, tuple[str | None, str | None, str | None]] = {
     "label_columns=[x,nan]": (ONE_CLASS, "expected 0 or 1 (also true", NO_NUMBERS),
     "label_columns=[zero]": (ONE_CLASS, "no image to train on has a label, so there is nothing to learn", None),
     "label_columns=[x,y,x]": (*("dataset.label_columns has 'x' twice; remove one",) * 3,),
+    "label_columns=[x] dataset.label_column=name": (*("both name labels; remove one",) * 3,),
     "label_columns=[x,y] dataset.label_column=name": (*("both name labels; remove one",) * 3,),
     "label_column=other": (*("name one with dataset.label_column=NAME",) * 3,),
     "label_columns=[x,other]": (*("name one with dataset.label_columns=[NAME]",) * 3,),

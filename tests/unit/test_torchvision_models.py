@@ -120,11 +120,14 @@ def test_images_that_do_not_fit_are_refused(words: list[str], sentence: str, tmp
         train_here(tmp_path / "run", *FAKE, "dataset.channels=3", *words, "steps=1")
 
 
-def test_weights_that_cannot_be_fetched_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pretrained", [True, "auto"])
+def test_weights_that_cannot_be_fetched_name_the_file(
+    pretrained: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("lockstep.models.of_torchvision.unreachable", lambda url: "no network")
     with pytest.raises(InputError, match=r"put https://download.pytorch.org/models/resnet50-11ad3fa6.pth into"):
-        Torchvision(name="resnet50", pretrained=True).prepare()
+        Torchvision(name="resnet50", pretrained=pretrained).prepare()
 
 
 SMALL = ("dataset.examples=8", "batch=4")
