@@ -129,6 +129,21 @@ def test_the_splits_of_a_folder_are_found(name: str, tmp_path: Path) -> None:
         assert [train, val] == images
 
 
+def test_links_to_the_folders_of_classes_are_the_folders(tmp_path: Path) -> None:
+    elsewhere = layout(tmp_path, "elsewhere", *SPLITS)
+    (tmp_path / "linked").mkdir()
+    for split in elsewhere.iterdir():
+        (tmp_path / "linked" / split.name).symlink_to(split)
+    places, linked = (Folder(path=str(path)).listings() for path in (elsewhere, tmp_path / "linked"))
+    for split, listing in places.items():
+        names = [
+            {path.relative_to(top) for path in of[split]}
+            for top, of in ((elsewhere, places), (tmp_path / "linked", linked))
+        ]
+        assert names[0] == names[1] != set()
+        assert linked[split].classes == listing.classes
+
+
 def test_a_share_or_a_folder_that_is_typed_is_what_is_evaluated(tmp_path: Path) -> None:
     path = str(layout(tmp_path, "given", *SPLITS, "lamp", "mug"))
     cut = Folder(path=path, train_folder=".", val_share=0.34).located()

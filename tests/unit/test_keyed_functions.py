@@ -184,6 +184,18 @@ def test_a_coin_is_fair_unless_a_probability_is_asked_for() -> None:
             assert KEYED[function](bits, torch.full((6,), 0.9), share).tolist() == below(share, ascending)
 
 
+def test_a_part_of_a_tensor_is_filled_in_place() -> None:
+    def bits(shape: torch.Size, like: Tensor) -> Tensor:
+        return torch.full(shape, 2**30, dtype=torch.int32)
+
+    for name in ("uniform_", "normal_", "bernoulli_"):
+        whole = torch.full((3, 2), 7.0)
+        part = KEYED[getattr(torch.Tensor, name)](bits, whole[1:])
+        assert torch.equal(whole[1:], part), name
+        assert (whole[0] == 7).all()
+        assert (whole[1:] != 7).all()
+
+
 def test_numbers_of_a_generator_of_the_callers_own_are_torchs() -> None:
     def own() -> torch.Generator:
         return torch.Generator().manual_seed(3)

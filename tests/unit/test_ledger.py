@@ -2634,7 +2634,7 @@ def test_a_folder_of_a_job_is_named_after_what_varies(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("value", "score"), [(2, 2.0), (1.5, 1.5), (True, 1.0), (None, None), ("9", None), ({}, None)]
+    ("value", "score"), [(2, 2.0), (0.0, 0.0), (1.5, 1.5), (True, 1.0), (None, None), ("9", None), ({}, None)]
 )
 def test_the_score_of_a_job_is_the_number_that_it_returns(
     value: object, score: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -632,7 +632,7 @@ def test_the_state_of_a_divided_optimizer_is_gathered_in_host_memory(monkeypatch
     for entries in own.values():
         entries["exp_avg"] += 1
     entries = [gathered[number] for number in (0, 1)]
-    assert [(type(each["exp_avg"]), each["exp_avg"].tolist(), each["name"]) for each in entries] == [
+    assert [(type(entry["exp_avg"]), entry["exp_avg"].tolist(), entry["name"]) for entry in entries] == [
         (Tensor, [3.0, 3.0], "a"),
         (Tensor, [4.0, 4.0], "a"),
     ]

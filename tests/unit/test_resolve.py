@@ -672,6 +672,7 @@ def test_the_gpus_of_a_machine_decide_its_ranks_and_its_backend(monkeypatch: pyt
     assert resolved("strategy=ddp", "launcher.backend=gloo").launcher.backend == "gloo"
     on_cpu = resolved("strategy=ddp", "device=cpu", "launcher.ranks=9").launcher
     assert (on_cpu.ranks, on_cpu.backend) == (9, "gloo")
+    assert resolved("strategy=ddp", "device=cpu").launcher.ranks == 2, "whatever its GPUs are"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     says = r"^launcher\.ranks is 2, but this machine has 1 GPU, and each rank needs one; use launcher\.ranks=1 or dev"
     with pytest.raises(InputError, match=says):

@@ -389,7 +389,7 @@ def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) 
         *(("hole", targets, "row 1 of .* has 0 numbers, expected 2") for targets in ("labels", "values")),
         ("one", "labels", r"row 0 of .* has the labels 0\.0, expected a list of classes"),
         ("one", "classes", r"row 0 of .* has the label 0\.0, expected a class; .* task=regression"),
-        ("gap", "values", "row 1 of train in .* has None for 'gap', expected a finite number"),
+        ("gap", "values", "row 1 of train in .* has null for 'gap', expected a finite number"),
         ("ragged", "labels", "row 1 of .* has 1 number, expected 2"),
         ("vector", "labels", r"row 0 of .* has the labels 0, 1, 0, expected each class once; .* store floats"),
         ("two", "labels", r"row 0 of .* has the labels 0, 1, expected each class once; .* store floats"),
@@ -600,7 +600,7 @@ def test_all_rows_of_wrong_numbers_are_told_at_once() -> None:
     with pytest.raises(InputError) as caught:
         as_numbers(rows, ("a", "b"), "row {}".format, binary=False)
     rows_named = [re.findall(r"dataset: (row \d has \S+)", sentence)[0] for sentence in caught.value.args]
-    assert rows_named == ["row 0 has 1", "row 2 has 'x'", "row 2 has 'y'", "row 3 has 3", "row 4 has None"]
+    assert rows_named == ["row 0 has 1", "row 2 has 'x'", "row 2 has 'y'", "row 3 has 3", "row 4 has null"]
 
 
 def test_a_label_that_no_training_example_has_is_named_where_it_first_comes() -> None:

@@ -302,6 +302,8 @@ def test_the_last_ten_steps_of_each_rank_are_judged(
         expected = torch.full((3, JUDGED_STEPS, 2), 0.5, dtype=torch.float64)
         expected[1] = torch.tensor([(step + 1, step) for step in range(steps)])[-JUDGED_STEPS:]
         assert torch.equal(of_ranks, expected)
+    stragglers.judged, stragglers.behind = 0.5, 0.125
+    assert stragglers.waited_share == 0.25
     assert Stragglers(World.solo()).comparable is False
     assert Stragglers(World.solo()).waited_share == 0
 

@@ -463,7 +463,8 @@ def test_the_report_of_a_sweep_with_jobs_is_written_when_it_is_due(
     submitted: Calls = []
     monkeypatch.setattr(callbacks, "submit_all", lambda *arguments: submitted.append(arguments))
     replaced: Any = replace(Identity(), words=("x",))
-    ended.submissions = [replaced]
+    ended.submissions.append(replaced)
+    assert callbacks.SweepCallbacks().submissions == []
     ended.on_run_end(OmegaConf.create(node))
     ended.on_multirun_end(OmegaConf.create(node))
     assert submitted == [([replaced],), ([replaced], tmp_path)]
