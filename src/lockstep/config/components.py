@@ -55,7 +55,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
             f"{', '.join(names) or 'none'}.{did_you_mean(str(unknown), names)}"
         )
     with _in_sentences(f"{key}."):
-        return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")
+        return _checked(cls, lambda: _writable(OmegaConf.structured(cls)), values, f"{key}.")
 
 
 def build_stored(group: str, node: Any) -> Any:
@@ -143,9 +143,16 @@ def _in_sentences(prefix: str = "") -> Iterator[None]:
 @functools.cache
 def schema() -> DictConfig:
     """The keys of a job for OmegaConf. Cached, because creating them takes longer than checking values with them."""
-    nodes = OmegaConf.structured(Job)
-    for node in (nodes, *(block for block in nodes.values() if isinstance(block, DictConfig))):
-        OmegaConf.set_readonly(node, None)  # a job is frozen, but a config is changed while it is composed
+    return _writable(OmegaConf.structured(Job))
+
+
+def _writable(nodes: DictConfig) -> DictConfig:
+    """The keys of a frozen class and of those in it, which can be set: a config is changed while it is composed."""
+    OmegaConf.set_readonly(nodes, None)
+    for key in nodes:
+        block = OmegaConf.select(nodes, str(key), throw_on_resolution_failure=False)
+        if isinstance(block, DictConfig) and dataclasses.is_dataclass(OmegaConf.get_type(block)):
+            _writable(block)
     return nodes
 
 
