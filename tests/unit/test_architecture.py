@@ -57,7 +57,7 @@ ASKS_FOR_MAIN: dict[str, str] = {
 # The lines of ours that an import of the training step may load.
 MOST_LINES_OF_STEP = 3_297
 # What the default job may load, and how many files its start may run.
-MOST_OF_JOB = {"modules": 127, "lines": 21_645, "files of its start": 97}
+MOST_OF_JOB = {"modules": 127, "lines": 21_652, "files of its start": 97}
 
 # Modules outside the strategies that ask whether a tensor is on the meta device, as other stages of a pipeline are.
 ASKS_FOR_META: dict[str, str] = {

@@ -21,6 +21,7 @@ UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # What Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 MOST_ALIKE = 5  # the most mistakes of a kind that are told one by one
+OF_YAML = {"None": "null", "True": "true", "False": "false"}
 INSTALL = "install it with pip install"
 INTERRUPTED = "interrupted twice: stopped at once; a resume continues from the last checkpoint"
 
@@ -190,15 +191,12 @@ def is_one_line(text: str) -> bool:
 
 def shown(value: Any) -> str:
     """A value for a sentence, as YAML has it. A long text is cut; a very long number is replaced by its length."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
     if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
         return f"a number of more than {SHOWN_DIGITS} digits"
+    text = repr(value) if isinstance(value, str) else str(value)
     if isinstance(value, list):
         text = f"[{', '.join(map(shown, value[:SHOWN_CHARACTERS]))}]"
-    else:
-        text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+    return OF_YAML.get(text, text) if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def percent(share: float, form: str = ".0f") -> str:
