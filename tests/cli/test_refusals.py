@@ -642,7 +642,7 @@ def test_other_pictures_are_told_and_the_same_ones_elsewhere_are_not(
         (
             ["steps=3", "model=basicnet", "optimizer.lr=0.5", "~augment.pad"],
             ("epochs=9",),
-            "(steps was 3 and is None, ",
+            "(steps was 3 and is null, ",
         ),
         ([], ("steps=6", "model.compile=true", "loader=streaming"), ""),
     ],

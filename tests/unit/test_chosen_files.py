@@ -76,7 +76,12 @@ MISTAKES |= {
             "has `model: timm.resnet-50`, expected `- override /model: timm.resnet-50` below `defaults:`"
         ),
         "optimizer:\n  - lr: 0.2": "has `optimizer: [{'lr': 0.2}]`, expected `optimizer: {KEY: VALUE}`",
-        "train:": "has `train: None`, expected `train: {KEY: VALUE}`",
+        "train:": "has `train: null`, expected `train: {KEY: VALUE}`",
+        "train: true": "has `train: true`, expected `train: {KEY: VALUE}`",
+        "train: 'None'": "has `train: None`, expected `train: {KEY: VALUE}`",
+        "train.mixup:": "has `train.mixup: null`, expected `train: {mixup: null}`",
+        "augment:": "has `augment: null`, expected `augment: {KEY: VALUE}`",
+        "model: 3": "has `model: 3`, expected `model: {KEY: VALUE}`",
         "train: fast": "has `train: fast`, expected `train: {KEY: VALUE}`",
         "train.mixup: 0.2": "has `train.mixup: 0.2`, expected `train: {mixup: 0.2}`",
         "metric.f1.average: micro": "has `metric.f1.average: micro`, expected `metric: {f1: {average: micro}}`",

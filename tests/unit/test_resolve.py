@@ -797,9 +797,9 @@ OBLONG = ("device=cpu", "dataset=fake", "dataset.channels=3", "dataset.size=[16,
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("train.size=[8,24]", "train.size is [8,24], but this model takes images of 16x24 alone ("),
-        ("train.size=8", "train.size is 8, but this model takes images of 16x24 alone ("),
-        ("train.sizes={0: [16,24], 3: [24,8]}", "train.sizes is [24,8], but this model takes images of 16x24 al"),
+        ("train.size=[8,24]", "train.size is [8,24], which this model for images of 16x24 does not take ("),
+        ("train.size=8", "train.size is 8, which this model for images of 16x24 does not take ("),
+        ("train.sizes={0: [16,24], 3: [24,8]}", "train.sizes is [24,8], which this model for images of 16x24"),
         ("train.size=[16,24]", "train.size is [16, 24], which is the size of the evaluation too; remove it"),
         ("train.sizes={0: [16,24]}", "train.sizes is [16, 24], which is the size of the evaluation too; remove it"),
     ],
@@ -808,8 +808,8 @@ def test_a_size_of_two_sides_is_said_in_their_order(words: str, says: str) -> No
     with pytest.raises(InputError) as raised:
         validate._check_train_size(resolved(*OBLONG, words))
     assert str(raised.value).startswith(says)
-    if ", but" in says:
-        size = says.partition(" is ")[2].partition(", but")[0]
+    if "this model" in says:
+        size = says.partition(" is ")[2].partition(", which")[0]
         remedy = f"; use dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
         assert str(raised.value).endswith(remedy)
     validate._check_train_size(resolved(*OBLONG))

@@ -72,11 +72,11 @@ def test_a_run_trains_small_and_evaluates_large(tmp_path: Path, capsys: pytest.C
         (["train.size=[32,32]"], "train.size is 32, which is the size of the evaluation too"),
         (["train.size=24", "train.sizes={0: 24}"], "train.size and train.sizes both choose"),
         (["train.sizes={0: 32, 50%: 32}"], "train.sizes is 32, which is the size of the evaluation too"),
-        (["train.sizes={0: 24, 1ep: [16,24]}", "model=linear"], "train.sizes is 24, but this model takes images of"),
-        (["train.sizes={0: 24, 50%: 2}", "model=digitnet"], "train.sizes is 2, but this model takes images of"),
+        (["train.sizes={0: 24, 1ep: [16,24]}", "model=linear"], "train.sizes is 24, which this model for images of"),
+        (["train.sizes={0: 24, 50%: 2}", "model=digitnet"], "train.sizes is 2, which this model for images of"),
         (["train.sizes={0: 24, 50%: 32}", "train.cuda_graph=true"], "the recorded step takes images of one size"),
-        (["train.size=[24,32]", "model=linear"], "this model takes images of 32x32 alone"),
-        (["train.size=24", "model=test_vit"], "this model takes images of 32x32 alone"),
+        (["train.size=[24,32]", "model=linear"], "which this model for images of 32x32 does not take"),
+        (["train.size=24", "model=test_vit"], "which this model for images of 32x32 does not take"),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused(words: list[str], sentence: str) -> None:

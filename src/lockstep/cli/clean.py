@@ -56,11 +56,10 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, for
 
 
 def _runs(folders: Sequence[str]) -> list[RunDir]:
-    """The runs in the folders, each once, sorted by path. A link in a folder may lead to a run outside it."""
+    """The runs in the folders, each once, sorted by path. What a link in a folder leads to is not in it."""
     runs: dict[Path, RunDir] = {}
     for root in map(existing, folders):
-        real = {path.resolve(): RunDir(path) for path in run_folders(root)}
-        runs |= {path: run for path, run in real.items() if path.is_relative_to(root.resolve())}
+        runs |= {path.resolve(): RunDir(path) for path in run_folders(root)}
     return [run for _, run in sorted(runs.items()) if _has_checkpoints(run)]
 
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config import options
 from lockstep.config.schema import BLOCKS, GLOBAL, GROUPS, RECIPES
-from lockstep.core.errors import InputError, close_to
+from lockstep.core.errors import OF_YAML, InputError, close_to
 from lockstep.core.fields import nested
 
 Key = tuple[str, ...]
@@ -151,17 +151,18 @@ def _checked_defaults(path: str, node: Any) -> list[Any]:
     if not isinstance(node, dict):
         raise InputError(f"{path}.yaml is a list, expected keys without dashes, such as `seed: 3`")
     for key, value in node.items():
-        written, (first, *below), expected = f"{key}: {value}", str(key).split("."), ""
+        text = value if isinstance(value, str) else OF_YAML.get(str(value), str(value))
+        written, (first, *below), expected = f"{key}: {text}", str(key).split("."), ""
         if key == "defaults":
             is_right, expected = isinstance(value, list), "defaults:` with dashes below it: `- override /GROUP: NAME"
         elif below and first in (*GROUPS, *BLOCKS):
-            is_right, expected = False, f"{key.replace('.', ': {')}: {value}{'}' * len(below)}"
+            is_right, expected = False, f"{key.replace('.', ': {')}: {text}{'}' * len(below)}"
         elif "=" in key and value is None:
             is_right, written, expected = False, key, re.sub(r"\s*=\s*", ": ", key, count=1)
         else:
-            is_right = key not in (*GROUPS, *BLOCKS) or isinstance(value, dict) or "${" in str(value)
-            is_option = key in GROUPS and re.fullmatch(r"[\w.-]+|\[.*\]", str(value)) and "{" not in str(value)
-            expected = f"- override /{key}: {value}` below `defaults:" if is_option else f"{key}: {{KEY: VALUE}}"
+            is_right = key not in (*GROUPS, *BLOCKS) or isinstance(value, dict) or "${" in text
+            is_option = key in GROUPS and isinstance(value, str | list) and re.fullmatch(r"[\w.-]+|\[[^{]*\]", text)
+            expected = f"- override /{key}: {text}` below `defaults:" if is_option else f"{key}: {{KEY: VALUE}}"
         if not is_right:
             raise InputError(f"{path}.yaml has `{written}`, expected `{expected}`")
     return node.get("defaults") or []

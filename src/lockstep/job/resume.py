@@ -13,7 +13,7 @@ from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.roles import role_of
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
-from lockstep.core.errors import InputError, first_of
+from lockstep.core.errors import InputError, first_of, shown
 from lockstep.core.fields import FOLDER, SHELL, Role, is_inside, leaves, personal_values, problems
 from lockstep.core.formats import NewerFormat
 from lockstep.core.observer import Callback
@@ -232,19 +232,19 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
         read_if_exists(run_dir.composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")
         return
-    composed_values, current_values = dict(leaves(own)), dict(leaves(values))
+    own_values, current_values = dict(leaves(own)), dict(leaves(values))
     different = [
         key
         for key in stored_values  # without the keys that are newer than the run, which have their defaults
-        if stored_values[key] != composed_values.get(key)
-        and current_values.get(key) == composed_values.get(key)
+        if stored_values[key] != own_values.get(key)
+        and current_values.get(key) == own_values.get(key)
         and (role_of(key, own).makes_another_run or role_of(key, own) is Role.rounding)
         and not any(f"{key}.".startswith(f"{override_key}.") for override_key in overridden)
     ]
     if different:
-        changes = [f"{key} was {stored_values[key]!r} and is {composed_values.get(key)!r}" for key in different]
+        changes = [f"{key} was {shown(stored_values[key])} and is {shown(own_values.get(key))}" for key in different]
         listed = ", ".join(first_of(changes, MOST_KEYS))
-        settable = [key for key in different if key in composed_values and not key.endswith("_target_")]
+        settable = [key for key in different if key in own_values and not key.endswith("_target_")]
         words = shell_command(override(key, stored_values[key]) for key in settable)
         raise InputError(
             f"resume: {run_dir.overrides} no longer composes to its config ({listed}); restore the lines that it lost"

@@ -319,8 +319,8 @@ def _check_model_takes(job: ResolvedJob, shape: tuple[int, int, int], key: str) 
         forward_on_meta(model, shape)
     except Exception as error:  # networks raise all kinds of errors
         raise InputError(
-            f"{key} is {size}, but this model takes images of {height}x{width} alone ({reason_of(error)}); use "
-            f"dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
+            f"{key} is {size}, which this model for images of {height}x{width} does not take ({reason_of(error)}); "
+            f"use dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
         ) from error
 
 
