@@ -193,9 +193,8 @@ def shown(value: Any) -> str:
     """A value for a sentence, as YAML has it. A long text is cut; a very long number is replaced by its length."""
     if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
         return f"a number of more than {SHOWN_DIGITS} digits"
-    text = repr(value) if isinstance(value, str) else str(value)
-    if isinstance(value, list):
-        text = f"[{', '.join(map(shown, value[:SHOWN_CHARACTERS]))}]"
+    listed = f"[{', '.join(map(shown, value[:SHOWN_CHARACTERS]))}]" if isinstance(value, list) else ""
+    text = listed or (repr(value) if isinstance(value, str) else str(value))
     return OF_YAML.get(text, text) if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
