@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
+import torch
 from torch import nn
 
 import lockstep
@@ -164,6 +165,14 @@ def test_a_model_with_dropout_can_be_called_in_a_loop_of_ones_own() -> None:
     parts = lockstep.compose([*JOB[:3], "model.dropout=0.5", "steps=2"])
     (_, images, _), (_, other_images, _) = parts.batches()
     assert parts.model(images).shape == parts.model(other_images).shape == (64, 10)
+
+
+def test_the_criterion_is_the_loss_of_each_example_and_refuses_targets_without_logits() -> None:
+    parts = lockstep.compose([*JOB[:3], "steps=2"])
+    targets = torch.tensor([0, 3, 9])
+    assert parts.criterion(torch.zeros(3, 10), targets).tolist() == pytest.approx([math.log(10)] * 3)
+    with pytest.raises(ValueError, match="batch"):
+        parts.criterion(torch.zeros(2, 10), targets)
 
 
 def parts_of(losses: list[float], calls: list[Any]) -> Any:

@@ -792,6 +792,16 @@ def test_classes_of_another_process_are_declared_under_its_names() -> None:
     assert options.classes_of("metric")["of_theirs"] is F1, "also where the group has been asked for before"
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_modules_of_a_group_have_an_order_that_no_disk_decides(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *words: sorted(listed(*words), reverse=True))
+    modules = [*dict.fromkeys(modules_of.__wrapped__(group).values())]
+    assert modules == sorted(modules)
+
+
 def without_key(message: str, key: str = "") -> OmegaConfBaseException:
     error = OmegaConfBaseException(message)
     error.full_key = error.key = key

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import psutil
@@ -97,6 +98,16 @@ def test_the_memory_is_what_the_nearest_limit_leaves(
     assert host.free_memory(World.solo()) == pytest.approx(min(left, free) / 1e9, rel=0.2)
     rank = World(rank=5, size=8, local_rank=1, local_size=2, device=torch.device("cpu"))
     assert host.free_memory(rank) == pytest.approx(min(left, free) / 2e9, rel=0.2)
+
+
+def test_what_only_cache_files_hold_is_available_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory = SimpleNamespace(total=16 * GIB, available=6 * GIB, free=GIB, used=10 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    for limit, available in (("max", 6 * GIB), (9 * GIB, 6 * GIB), (5 * GIB, 4 * GIB)):
+        container(monkeypatch, tmp_path, "0::/", version_2(limit, GIB))
+        assert host.available_memory() == available
 
 
 @pytest.mark.parametrize("own", ["0::/a", "3:cpu,memory:/a"])

@@ -154,6 +154,7 @@ def test_every_figure_has_its_tag() -> None:
     assert Monitor("loss").tags == ("loss/val_ema", "loss/val")
     assert Monitor("f1/cat").tags == ("metric/f1/cat",)
     assert [figure_text("top1", 98.611), figure_text("loss", 0.04213)] == ["98.61 % top-1", "loss 0.04213"]
+    assert figure_text("f1/top1", 0.98611) == "f1/top1 0.9861", "of a class of this name"
     spreads = figure_text("top5", 98.611, 0.0), figure_text("f1/cat", 0.123456, 0.05)
     assert spreads == ("98.61 ± 0.00 % top-5", "f1/cat 0.1235 ± 0.05")
 

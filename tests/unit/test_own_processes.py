@@ -171,9 +171,9 @@ def test_a_fresh_rank_calls_its_entry_with_its_folder_and_its_objects(monkeypatc
     calls = list[Any]()
     monkeypatch.setattr(child, "configure_native_threads", lambda: calls.append("threads"))
     entry = SimpleNamespace(exit_as_rank=lambda *words: calls.append(words))
-    monkeypatch.setattr(importlib, "import_module", {"a.worker": entry}.__getitem__)
+    monkeypatch.setattr(importlib, "import_module", lambda module: calls.append(module) or entry)
     child.become_rank("a.worker", Path("run"), "first", "second")
-    assert calls == ["threads", (Path("run"), "first", "second")]
+    assert calls == ["threads", "a.worker", (Path("run"), "first", "second")]
 
 
 LOGGER = logging.getLogger("mlflow")

@@ -84,6 +84,13 @@ def test_an_error_of_a_job_is_no_error_of_the_command_line(capsys: pytest.Captur
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("end", [StopNow(), SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_what_ends_a_program_is_no_error_of_its_job(end: BaseException) -> None:
+    with pytest.raises(type(end)) as raised, bypass_hydra_errors():
+        raise end
+    assert raised.value is end
+
+
 def test_a_stop_before_a_run_is_a_stop_whatever_a_library_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
         with command_line(stopped="stopped early"):

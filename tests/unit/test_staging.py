@@ -67,6 +67,17 @@ def test_copies_of_a_gpus_tensors_are_there_when_they_are_returned(monkeypatch: 
     assert all(torch.equal(copied, numbers) for copied in copies)
 
 
+def test_a_tensor_that_is_at_two_places_of_a_state_is_made_whole_for_both() -> None:
+    shared, own = torch.tensor([1.0]), torch.tensor([2.0])
+    state = {"encoder": [shared], "decoder": {"weight": shared, "bias": own}, "buffer": shared}
+    doubled = gathered(state, lambda tensors: [2 * tensor for tensor in tensors])
+    assert doubled == {
+        "encoder": [torch.tensor([2.0])],
+        "decoder": {"weight": torch.tensor([2.0]), "bias": torch.tensor([4.0])},
+        "buffer": torch.tensor([2.0]),
+    }
+
+
 def test_main_saves_the_tensors_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has every second tensor; the others are shapes without numbers there."""
     numbers = [torch.full((2, number + 1), number + 0.5) for number in range(3)]
