@@ -24,7 +24,7 @@ class FakeNvml:
 
     Fields:
         load: the utilisation of each GPU, by UUID.
-        cut: the instances (MIG) of some GPUs, by number.
+        cut: the instances (MIG) of some GPUs, by number; the name of an empty slot is empty.
         refused: the codes with which queries fail, by name.
         lost_after: all queries fail once so many utilisations were asked for.
         calls: how often each query was made.
@@ -87,8 +87,8 @@ class FakeNvml:
         return asked
 
     def instance(self, gpu: str, number: int) -> str:
-        names = self.cut[self.uuids.index(gpu)]
-        return names[number] if number < len(names) else fail(pynvml.NVML_ERROR_NOT_FOUND)
+        slots = dict(enumerate(self.cut[self.uuids.index(gpu)]))
+        return slots.get(number) or fail(pynvml.NVML_ERROR_NOT_FOUND)
 
     def utilization(self, gpu: str) -> SimpleNamespace:
         self.answers.wait(60)

@@ -69,7 +69,7 @@ def test_visible_devices_are_as_in_cuda(monkeypatch: pytest.MonkeyPatch, value: 
 
 
 def test_a_gpu_that_is_cut_is_its_instances_and_each_has_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver(monkeypatch, {0: ["MIG-d1", "MIG-d2"], 2: []})
+    driver(monkeypatch, {0: ["", "MIG-d1", "", "MIG-d2"], 2: []})
     monkeypatch.delenv(VISIBLE, raising=False)
     assert visible_gpus() == ["MIG-d1", "MIG-d2", "GPU-ab22", "GPU-ab33", "GPU-cc44"]
     monkeypatch.setenv(VISIBLE, "MIG-d2")

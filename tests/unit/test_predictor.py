@@ -260,12 +260,16 @@ def test_the_images_of_a_folder_are_those_that_training_would_read(tmp_path: Pat
 
 
 def test_a_prediction_has_the_class_its_name_and_all_probabilities(of_photos: RunDir) -> None:
-    (prediction,) = lockstep.load(of_photos.path, device="cpu").predict(np.full((30, 30, 3), 190, np.uint8))
+    predictor, image = lockstep.load(of_photos.path, device="cpu"), np.full((30, 30, 3), 190, np.uint8)
+    (prediction,) = predictor.predict(image)
     assert prediction.probabilities.sum().item() == pytest.approx(1)
     assert prediction.name == ("cat", "dog")[prediction.label]
     assert prediction.probability == max(prediction.probabilities.tolist())
     order = prediction.probabilities.argsort(descending=True).tolist()
     assert [name for _, name, _ in prediction.top(9)] == [("cat", "dog")[label] for label in order]
+    renamed = replace(predictor, card=replace(predictor.card, class_names=("yak", "ant")))
+    assert renamed.names == ("yak", "ant"), "by label"
+    assert renamed.predict(image)[0].name == ("yak", "ant")[prediction.label]
 
 
 @pytest.mark.parametrize(
