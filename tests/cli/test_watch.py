@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -117,18 +119,18 @@ def test_every_answer_is_for_this_machine_alone_and_an_error_is_a_sentence(
 
 
 def test_a_server_says_where_it_is_at_once_and_a_signal_ends_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done, server = list[Any](), Greeting(0)
+    done, pipe, server = list[Any](), io.BytesIO(), Greeting(0)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe))
     monkeypatch.setattr(local_server, "listen", lambda handler: done.append(handler))
     monkeypatch.setattr(local_server, "leave", lambda code: done.append(code))
-    monkeypatch.setattr(server, "run", lambda sockets: done.append(sockets))
+    monkeypatch.setattr(server, "run", lambda sockets: done.extend([sockets, pipe.getvalue().decode()]))
     with closing(server.socket):
         server.serve_until_signal("shows a run")
-    assert done == [server.handle_exit, [server.socket]]
-    assert f"{server.url} shows a run; Ctrl-C ends it" in capsys.readouterr().out
+    assert done == [server.handle_exit, [server.socket], f"{server.url} shows a run; Ctrl-C ends it\n"]
     server.handle_exit(signal.SIGTERM, None)
-    assert done[2:] == [0]
+    assert done[3:] == [0]
     assert not server.config.server_header
 
 

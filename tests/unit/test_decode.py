@@ -174,11 +174,12 @@ def test_an_evaluation_has_the_pixels_of_pillow_and_torchvision_and_training_may
     assert torch.equal(exact[1:], scaled[1:]) == (size > 403 / 2)  # simplejpeg rounds CMYK otherwise
 
 
-def test_training_alone_reads_jpegs_at_a_fraction_of_their_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crop_from", ["square", "file"])
+def test_training_alone_reads_jpegs_at_a_fraction_of_their_size(crop_from: str, tmp_path: Path) -> None:
     for place in ("train/a", "train/b", "val/a", "val/b", "test/a", "test/b"):
         (tmp_path / place).mkdir(parents=True)
         photograph(90, 120).save(tmp_path / place / "0.jpg")
-    data = Folder(path=str(tmp_path), test_folder="test", decode_size=16, skip=3)
+    data = Folder(path=str(tmp_path), test_folder="test", decode_size=16, skip=3, crop_from=crop_from)
     splits = data.train(), data.eval(), data.test()
     assert [split.scaled for split in splits] == [True, False, False]
     assert [split.skip for split in splits] == [3, 3, 3]

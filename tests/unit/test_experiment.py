@@ -12,10 +12,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn import functional as F
 
 from helpers import records, resolved, run_dir, train_here, weights
 from lockstep.checkpoint.writing import Checkpointer
+from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError, NumericalError, StorageError
 from lockstep.core.observer import Callback, TrainingRun
 from lockstep.core.run import Run
@@ -27,6 +29,7 @@ from lockstep.data.transforms.mixing import Mix
 from lockstep.models.nets import whitening_filters
 from lockstep.runtime import host
 from lockstep.runtime.signals import StopRequest
+from lockstep.tasks import Multiclass
 from lockstep.telemetry import sinks
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.profile import training_flops
@@ -37,6 +40,7 @@ from lockstep.training.experiment import build_parts
 from lockstep.training.resolved_job import load_job, plan_of
 from lockstep.training.run_record import RunRecord
 from lockstep.training.train_state import Progress, build_state
+from lockstep.training.train_step import StepListener
 from thread_ranks import ThreadRanks
 
 JOB = ("model=linear", "batch=8", "steps=3", "train.eval_every=100%", "augment=none", "train.eval_batch=400")
@@ -289,6 +293,22 @@ def test_the_loss_of_a_step_with_mixed_images_counts_no_broken_ones(mix: str, wh
         outputs = parts.model(shard.images[whole])
     expected = F.binary_cross_entropy_with_logits(outputs, F.one_hot(labels, 3).double()) if whole else 0
     assert parts.loss_of_step(shard) == pytest.approx(float(expected))
+
+
+def test_a_figure_of_a_task_has_a_number_for_each_mixed_image() -> None:
+    class Noting(Multiclass):
+        def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+            losses, logits = super().losses(batch)
+            batch.log("own/loss", losses)
+            return losses, logits
+
+    words = ("dataset=fake", "dataset.examples=8", "dataset.classes=3", "dataset.channels=1", "dataset.size=4")
+    words += ("model=linear", "batch=8", "device=cpu", "train.mixup=1", "train.micro_batches=3")
+    parts, logged = build_parts(resolved(*words)), list[tuple[str, int]]()
+    parts.task = Noting()
+    parts.listener = StepListener(log=lambda name, values: logged.append((name, len(values))))
+    parts.update(next(iter(parts.transforms.train(parts.loader.train(after=0)))))
+    assert logged == [("own/loss", examples) for examples in (2, 3, 3)]
 
 
 @pytest.mark.parametrize("loggers", ["[]", "tensorboard"])

@@ -174,7 +174,8 @@ def test_what_a_method_of_the_users_raises_is_one_sentence_with_its_line(method:
     own = option(Own(), Photos(), Photos())
     owner = own if method.endswith("dataset") else own.train_dataset()
     setattr(type(owner), method, raises)
-    with pytest.raises(InputError, match=rf"Own.{method} raised FileNotFoundError: .* \(test_items.py, line \d+\)"):
+    line = f"line {raises.__code__.co_firstlineno + 1}"
+    with pytest.raises(InputError, match=rf"Own.{method} raised FileNotFoundError: .* \(test_items.py, {line}\)"):
         own.train()
 
     def refuses(*_: Any) -> Any:

@@ -1,5 +1,6 @@
 """Which figure decides, in which direction, and when a run that does not become better ends."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,6 +236,8 @@ def test_patience_ends_where_its_definition_says(
     scores = [(10 * number, value) for number, value in enumerate(values, 1)]
     ended = [n for n in range(1, len(values) + 1) if patience.ended(scores[:n], monitor, plan(1000))]
     assert (ended or [None])[0] == ends_at(values, limit, min_delta, direction)
+    as_text = replace(patience, limit=str(limit))
+    assert ended == [n for n in range(1, len(values) + 1) if as_text.ended(scores[:n], monitor, plan(1000))]
 
 
 def test_patience_says_which_weights_have_the_scores() -> None:

@@ -367,6 +367,7 @@ def test_a_model_that_draws_nothing_is_left_alone(model: Any) -> None:
         (lambda x: x + torch.poisson(x.abs()), "own"),
         (lambda x: x * random.random(), "Python's random"),
         (lambda x: x * float(np.random.rand()), "NumPy's random"),
+        (lambda x: x * float(np.random.randn()), "NumPy's random"),
         (lambda x: x + torch.rand(x.shape, generator=torch.default_generator), "own"),
     ],
 )
@@ -377,6 +378,7 @@ def test_an_unknown_random_call_is_named_for_the_user(draw: Callable[[Tensor], T
 
     calls = Calls(lambda x, _: calls.own(x))
     calls.own = Own()
+    random.random(), np.random.randn()  # else the first draw makes many new numbers, and a later one none
     draws = key_draws(calls.train(), torch.zeros(1, *SHAPE), 0)
     assert list(draws.unknown) == [word]
     (note,) = draws.notes

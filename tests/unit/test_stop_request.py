@@ -171,8 +171,16 @@ def test_a_stop_names_the_step_at_which_an_earlier_process_has_saved_the_run() -
     assert str(request.error()).startswith("stopped at step 5 of 9, which was saved: rerun the command")
     request.force = True
     assert isinstance(request.error(), Interrupted), "the steps since then are lost"
+
+
+def test_a_reason_of_the_run_itself_is_no_second_interrupt() -> None:
+    request = after_a_step()
     request.ask("the budget is spent")
-    assert (request.requested, request.reason) == (True, "the budget is spent")
+    assert (request.requested, request.reason, request.force) == (True, "the budget is spent", False)
+    interrupted = after_a_step()
+    interrupted.take(signal.SIGINT)
+    interrupted.ask("the budget is spent")
+    assert not interrupted.force, "there is a state to save"
 
 
 def test_an_import_is_not_interrupted_however_deep_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

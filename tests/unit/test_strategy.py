@@ -227,8 +227,9 @@ def test_without_groups_blocks_are_children_and_large_layers() -> None:
 
 def test_each_process_gives_a_parameter_to_the_same_rank() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(40)][::-1]
-    optimizer = ZeROOptimizer(torch.optim.SGD(parameters, lr=0.1), world(2))
-    assert [optimizer.owners[parameter] for parameter in parameters] == [0, 1] * 20, "in the order of the model"
+    two_machines = replace(world(4), local_size=2)
+    optimizer = ZeROOptimizer(torch.optim.SGD(parameters, lr=0.1), two_machines)
+    assert [optimizer.owners[parameter] for parameter in parameters] == [0, 1, 2, 3] * 10, "in the order of the model"
 
 
 def test_parameters_go_to_the_rank_that_has_least() -> None:

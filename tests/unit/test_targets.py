@@ -217,7 +217,7 @@ def test_values_of_columns_are_their_numbers(tmp_path: Path) -> None:
     assert (source.class_names, source.classes) == (("x", "y"), 2)
     torch.testing.assert_close(torch.cat([source.train().labels, source.eval().labels]), torch.tensor(VALUES))
     one = CSV(path=path, label_column="y", targets="values", val_share=None)
-    assert one.eval().labels.tolist() == [[4.0], [0.5], [-9.0]]
+    assert (one.class_names, one.eval().labels.tolist()) == (("y",), [[4.0], [0.5], [-9.0]])
 
 
 @pytest.mark.parametrize("targets", ["labels", "values"])
