@@ -401,6 +401,10 @@ def test_each_run_is_compared_with_its_reference_and_what_was_refused_is_not_com
         ("zero 2 killed", "zero 2", "refused"),
         ("ddp 2", "single", "FAIL"),
     ]
+    results |= {"zero 2": results["ddp 2"], "zero 2 killed": results["ddp 2"], "ddp 2": REFERENCE}
+    with pytest.raises(LockstepError, match=r"^not the same run: zero 2$"):
+        prove._compare_all(planned, tmp_path, [], 4, "json")
+    capsys.readouterr()
     prove._compare_all(planned[:1], tmp_path, [], 4, "table")
     out = capsys.readouterr().out.splitlines()
     assert (out[-1], any("it took" in line for line in out)) == ("all 1 pass", False)

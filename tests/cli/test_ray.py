@@ -117,6 +117,7 @@ def launcher(**settings: Any) -> RayLauncher:
 
 def test_without_ray_the_sentence_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"not installed; install it with pip install 'lockstep\[ray\]'"):
         launcher()._launch(Ledger(tmp_path), [["seed=1"]], 0)
     assert not list(tmp_path.iterdir())

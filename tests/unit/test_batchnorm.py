@@ -111,7 +111,7 @@ def test_the_parts_of_the_ranks_are_one_batch_however_uneven_they_are(
 
 
 def test_it_is_batch_norm_of_vectors_sequences_and_volumes_and_without_running_statistics() -> None:
-    assert_alike(nn.BatchNorm1d(3), values(8, 3))
+    assert_alike(nn.BatchNorm1d(3, eps=0.125), values(8, 3))
     assert_alike(nn.BatchNorm1d(3), values(4, 3, 7))
     assert_alike(nn.BatchNorm3d(2), values(3, 2, 2, 3, 2))
     assert_alike(nn.BatchNorm2d(3, track_running_stats=False), values(5, 3, 4, 4))
@@ -161,8 +161,8 @@ def test_its_gradient_is_its_derivative_and_an_empty_input_passes() -> None:
 
 def test_a_fused_layer_of_timm_keeps_its_activation_behind_its_drop() -> None:
     torch.manual_seed(0)
-    fused = BatchNormAct2d(3, act_layer=nn.SiLU).double()
-    twin = BatchNormAct2d(3, act_layer=nn.SiLU).double()
+    fused = BatchNormAct2d(3, eps=0.125, act_layer=nn.SiLU).double()
+    twin = BatchNormAct2d(3, eps=0.125, act_layer=nn.SiLU).double()
     fused.drop, twin.drop = nn.Softshrink(), nn.Softshrink()  # draws no numbers
     converted = convert_sync_batchnorm(nn.Sequential(twin))[0]
     assert isinstance(converted, SyncBatchNormAct)

@@ -258,6 +258,15 @@ def test_only_what_differs_is_shown_and_not_what_follows_from_an_option(tmp_path
     assert differing(read_runs(tmp_path)) == ["model", "optimizer.lr"]
 
 
+def test_a_typed_key_of_an_option_that_differs_is_shown_too(tmp_path: Path) -> None:
+    for model, width in (("digitnet", 16), ("basicnet", 32)):
+        run(tmp_path / model, f"model={model}", f"model.width={width}", score=1.0)
+        composed = components.read_config(RunDir(tmp_path / model).composed)
+        composed["model"] |= {"width": width, "depth": width}
+        RunDir(tmp_path / model).composed.write_text(components.dump(composed))
+    assert differing(read_runs(tmp_path)) == ["model", "model.width"]
+
+
 def test_runs_are_together_if_each_key_has_the_same_value_and_not_if_the_values_are_swapped(tmp_path: Path) -> None:
     pairs = [*itertools.product(("1", "2"), repeat=2)]
     jobs: dict[tuple[str, ...], float | None] = {
@@ -1531,6 +1540,8 @@ def test_the_score_of_the_test_split_has_the_digits_and_the_direction_of_the_sco
     column = column_of_figure(rows, "test", Monitor.parse("-top1"), {})
     assert column.best == [1]
     assert column_of_figure(rows, "score", Monitor(), {}).best == [], "it is the only one"
+    losses = [{"score": 0.25}, {"score": 0.0}, {"score": None}]
+    assert column_of_figure(losses, "score", Monitor.parse("-loss"), {}).best == [1]
     assert [column_of_figure(rows, name, Monitor(), {}).may_move for name in ("score", "test")] == [False, True]
 
 

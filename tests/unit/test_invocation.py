@@ -73,11 +73,11 @@ def test_a_launcher_or_sweeper_of_one_job_is_refused(word: str) -> None:
 
 
 def test_a_resume_repeats_what_names_the_config_files_of_its_run() -> None:
-    files = ConfigFiles(name="mine", folder="/conf", searchpath=("hydra.searchpath=[/more]",))
-    named = ["--config-name=mine", "--config-dir=/conf", "hydra.searchpath=[/more]"]
+    files = ConfigFiles(name="mine", folder="/my conf", searchpath=("hydra.searchpath=[/more]",))
+    named = ["--config-name=mine", "--config-dir=/my conf", "hydra.searchpath=[/more]"]
     assert [*files.words] == named
     assert ConfigFiles().words == ()
-    command = " ".join(["python", "train.py", *named, "epochs=3", "'name=a b'"])
+    command = shlex.join(["python", "train.py", *named, "epochs=3", "name=a b"])
     assert repeated_words(command, ()) == ["python", "train.py", *named]
     assert repeated_words(f"{command} a.b=1 c.d=2", {"a.b"}) == ["python", "train.py", *named, "a.b=1"]
 

@@ -338,6 +338,7 @@ def test_a_job_is_found_by_its_overrides_in_any_order_after_a_move_too(tmp_path:
     (tmp_path / "jobs" / "000.json").unlink()
     (after_a_loss,) = ledger.enter([(["seed=4"], "seed=4")])
     assert after_a_loss.number == 3, "the numbers of other jobs stay theirs"
+    assert ledger.read(after_a_loss) == after_a_loss
     first = ledger.enter([(["seed=1", "output_root=a"], "seed=1")])
     assert ledger.enter([(["output_root=./a", "seed=1"], "seed=1")]) == first
 
@@ -1274,6 +1275,11 @@ def test_a_line_goes_on_with_its_sweep_if_it_changes_no_run(tmp_path: Path) -> N
 def test_what_a_sweep_cannot_go_on_with_is_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
         choose_folder(line(tmp_path, *words))
+
+
+def test_a_metric_of_a_sweep_may_have_the_value_of_another_key(tmp_path: Path) -> None:
+    words = ("metric=accuracy", "steps=3", "metric.accuracy.top_k=${steps}", "monitor=accuracy")
+    assert choose_folder(line(tmp_path, *words)).identity().monitor == Monitor("accuracy")
 
 
 def test_a_halving_has_as_many_rounds_as_the_factor_divides_the_jobs() -> None:

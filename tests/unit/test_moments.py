@@ -87,12 +87,13 @@ def test_callbacks_take_none_of_a_steps_calls_from_its_listener() -> None:
     names = [field.name for field in fields(StepListener)]
     calls = list[str]()
     listener = StepListener(**{name: lambda *_, name=name: calls.append(name) for name in names})
-    moments = told_by(Told(), steps=4).moments
+    moments = told_by(Told(lambda moment, run: calls.append(moment)), steps=4).moments
     assert moments is not None
     for own in (listener, moments.listening(listener)):
         for name in names:
             getattr(own, name)(*[torch.zeros(1)] * {"record": 4, "log": 2}.get(name, 0))
-    assert calls == names * 2
+    behind = names.index("reduced") + 1
+    assert calls == [*names, *names[:behind], "after_backward", *names[behind:]], "a callback's time is its own"
 
 
 @pytest.mark.parametrize("has_callbacks", [True, False])

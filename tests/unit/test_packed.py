@@ -154,12 +154,16 @@ class WithTest(Folder):
         return self.eval()
 
 
-def test_a_test_split_is_packed_where_there_is_one(folder: Folder, target: Path, tmp_path: Path) -> None:
+def test_a_test_split_is_packed_where_there_is_one(
+    folder: Folder, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "DECODE_CHUNK", 4)
     pack(WithTest(path=folder.path, decode_size=8), tmp_path / "new")
     source = Packed(path=str(tmp_path / "new"))
     assert torch.equal(source.test().images, folder.eval().fetch([*range(9)]))
     assert torch.equal(source.test().labels, folder.eval().labels)
     without = Packed(path=str(target))
+    assert torch.equal(source.train().images, without.train().images)
     assert source.fingerprint() == {**without.fingerprint(), "test": without.fingerprint()["val"]}
     assert without.test() is None
     packed.check(tmp_path / "new", lambda number: None)

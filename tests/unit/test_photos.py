@@ -377,6 +377,7 @@ def test_the_note_of_a_jpeg_is_found_behind_other_notes_and_a_damaged_one_is_non
     notes = {
         exif: True,
         comment + segment(0xED, b"Photoshop 3.0\0") + exif: True,
+        segment(0xED, bytes(40_000)) * 2 + exif: True,
         segment(0xE1, xmp): True,
         segment(0xE1, xmp) + exif: True,
         segment(0xE1, block[:-9]): False,

@@ -297,6 +297,14 @@ def test_many_classes_have_no_matrix_and_no_curves(classes: int, matrix: bool, c
     assert not matrix or pictures.heat(predictions).startswith(b"\x89PNG")
 
 
+def test_a_probability_that_rounds_to_zero_is_zero() -> None:
+    logits = LOGITS.clone()
+    logits[int(LOSSES.argmax())] = -1000.0
+    worst = collected(kind="sigmoid", logits=logits).worst
+    assert worst[0]["probability"] == 0
+    assert worst[1]["probability"] > 0
+
+
 @pytest.mark.parametrize(
     ("shape", "shown"),
     [

@@ -997,6 +997,7 @@ def test_arrays_and_tensors_of_the_right_shape_are_not_changed_and_have_their_ch
         assert torch.equal(stored_image(image, how), tensor)
     both = stored_images(torch.stack([tensor, tensor.flip(1)]), how)
     assert torch.equal(both, torch.stack([tensor, tensor.flip(1)]))
+    assert torch.equal(stored_images(tensor[None], how), tensor[None])
     assert stored_images(iter([array, tensor]), how).shape == (2, *shape)
     assert (stored_images([], how).shape, stored_images([], how).dtype) == ((0, *shape), torch.uint8)
     larger = replace(how, image_shape=(channels, 12, 14), input_shape=(channels, 12, 14), fit="squash")

@@ -80,6 +80,9 @@ def test_an_error_ends_the_program_with_its_own_code_and_its_sentence(
 def test_an_error_of_a_job_is_no_error_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(JobError), bypass_hydra_errors():
         raise ValueError("odd")
+    with pytest.raises(JobError) as carried, bypass_hydra_errors():
+        raise InputError("no such file") from OSError("odd")
+    assert str(carried.value.error) == "no such file"
     assert code_of(ValueError("odd")) == 2, "Hydra raises them for values that it does not expect"
     assert "Traceback" not in capsys.readouterr().err
 

@@ -179,6 +179,13 @@ def test_a_list_that_no_training_example_has_is_no_class_to_remove(kind: str, tm
         from_texts(tmp_path, kind, cells, targets="classes").prepare()
 
 
+@pytest.mark.parametrize("kind", ["csv", "webdataset"])
+def test_a_list_with_another_separator_than_the_typed_one_is_answered_with_its_own(kind: str, tmp_path: Path) -> None:
+    cells = [",".join(own) for own in SETS[:-1]] + ["bird;dog"]
+    with pytest.raises(InputError, match=r"'bird;dog', which .* use \"dataset\.label_separator=';'\"$"):
+        from_texts(tmp_path, kind, cells, targets="labels", label_separator=",").prepare()
+
+
 @pytest.mark.parametrize(
     "names",
     [

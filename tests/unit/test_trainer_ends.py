@@ -371,9 +371,9 @@ def test_only_a_lone_rank_is_interrupted_in_an_evaluation_and_buffers_are_mains(
     trainer.stop.interrupting = interrupting  # type: ignore[method-assign, assignment]
     monkeypatch.setattr(type(trainer.step.strategy), "share_buffers", lambda _, of, world: events.append(of))
     monkeypatch.setattr(trainer_module, "evaluate_model", lambda of, **how: {"loss": 1.0})
-    trainer._evaluate(model, trainer.loader, ())
+    trainer._evaluate(average.module, trainer.loader, ())
     trainer._renew_statistics(1)
-    assert events == [model, allowed, allowed]
+    assert events == [average.module, allowed, allowed]
 
 
 def test_a_score_without_a_value_is_warned_of_until_there_was_one() -> None:
