@@ -247,3 +247,17 @@ def test_the_command_train_is_the_training_command_without_its_name(monkeypatch:
     monkeypatch.setattr(sys, "argv", ["lockstep", "train", "train"])
     main()
     assert began == [{"says": signals.STOPPED_EARLY}, ["lockstep", "train"]]
+
+
+def test_a_command_with_the_word_train_behind_its_name_is_not_the_training_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began: list[Any] = []
+    monkeypatch.setattr(signals, "begin", lambda **options: began.append(options))
+    monkeypatch.setattr("lockstep.cli.main.run_command", lambda: began.append([*sys.argv]))
+    monkeypatch.setattr("lockstep.cli.train.train_command", lambda: began.append("a training"))
+    monkeypatch.setattr(program, "finish", lambda: None)
+    words = ["lockstep", "evaluate", "run", "--split", "train"]
+    monkeypatch.setattr(sys, "argv", [*words])
+    main()
+    assert began == [{"says": signals.STOPPED}, words]

@@ -880,3 +880,11 @@ def test_a_wrong_option_is_named_with_the_file_and_the_line_of_its_class_and_of_
     says = re.escape(f"{second}: model=one_of_two is declared at {first} too; rename one of them")
     with pytest.raises(InputError, match=f"^{says}$"):
         option("model", "one_of_two")(SecondOfTwo)
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_a_class_that_a_notebook_defines_again_takes_the_place_of_the_first() -> None:
+    first, again = own_class(width=3, width_hint=int), own_class(width=4, width_hint=int)
+    option("model", "mine")(first)
+    option("model", "mine")(again)
+    assert options.declared("model")["mine"]().width == 4

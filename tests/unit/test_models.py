@@ -491,10 +491,10 @@ def test_a_network_of_a_fixed_size_is_built_for_the_images_and_names_its_usual_l
 
     sizes: list[Any] = []
     cfg = None if changed is None else SimpleNamespace(**{**FACTS, **changed})
-    monkeypatch.setattr(timm, "get_pretrained_cfg", lambda name: cfg)
+    monkeypatch.setattr(timm, "get_pretrained_cfg", {"vit_tiny_patch16_224.augreg_in21k": cfg}.get)
     monkeypatch.setattr(timm, "create_model", fail)
     with pytest.raises(InputError) as caught:
-        Timm(name="vit_tiny_patch16_224", options=options).build(3, (3, 32, 48))
+        Timm(name="vit_tiny_patch16_224.augreg_in21k", options=options).build(3, (3, 32, 48))
     assert sizes == [img_size]
     remedy = f"; use dataset.input_size={usual}, the size that it was made for" if usual else ""
     assert str(caught.value).endswith(f"cannot be built for images of 3x32x48 (ValueError: odd){remedy}")
@@ -516,8 +516,8 @@ def test_the_images_of_published_weights_are_those_that_timm_knows_of(
     changed: dict[str, Any] | None, crop: float | None, interpolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = None if changed is None else SimpleNamespace(**{**FACTS, **changed})
-    monkeypatch.setattr(timm, "get_pretrained_cfg", lambda name: cfg)
-    trained = Timm(name="resnet18").trained_input()
+    monkeypatch.setattr(timm, "get_pretrained_cfg", {"resnet18.a1_in1k": cfg}.get)
+    trained = Timm(name="resnet18.a1_in1k").trained_input()
     if crop is None:
         assert trained is None
     else:

@@ -299,6 +299,17 @@ def test_a_network_of_which_only_the_head_is_trained_has_one_rate_under_layer_de
     assert {group["scale"] for group in groups} == {1.0}
 
 
+@pytest.mark.parametrize("decay_all", [False, True])
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_what_is_frozen_is_in_no_group(decay_all: bool, layer_decay: float | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    groups = AdamW(weight_decay=0.1, decay_all=decay_all, layer_decay=layer_decay).groups(model)
+    assert [[*map(id, group["params"])] for group in groups] == (
+        [[id(model[1].weight), id(model[1].bias)]] if decay_all else [[id(model[1].weight)], [id(model[1].bias)]]
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "rate", "at_64", "at_1024"),
     [

@@ -528,8 +528,8 @@ def test_a_pack_makes_the_folders_above_it_and_tells_how_far_it_is(tmp_path: Pat
 
 def test_classes_without_names_are_called_by_their_numbers_and_folders_are_made(tmp_path: Path) -> None:
     source = Digits(limit=20)
-    packed.pack_source(source, tmp_path / "new" / "folder" / "target", threads=1, advanced=lambda number: None)
-    own = Packed(path=str(tmp_path / "new" / "folder" / "target"))
+    packed.pack_source(source, tmp_path / "new" / "folder" / "target.v2", threads=1, advanced=lambda number: None)
+    own = Packed(path=str(tmp_path / "new" / "folder" / "target.v2"))
     assert own.class_names == tuple(map(str, range(10)))
     assert (own.mean, own.std, own.image_shape) == (source.mean, source.std, (1, 8, 8))
     assert torch.equal(own.train().images, source.train().images)

@@ -295,7 +295,7 @@ SILENT: dict[str, dict[str, tuple[tuple[Any, ...], Any]]] = {
     "strategy": {"notes": ((None, None, None), [])},
     "loader": {
         "held_gb": ((None,), 0.0),
-        "stride": ((8, 64, None), 1),
+        "stride": ((1, 64, None), 1),
         "order_device": ((None,), torch.device("cpu")),
     },
     "callback": {"findings": ((None,), {}), "state_dict": ((), {})},
