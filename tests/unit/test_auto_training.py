@@ -69,6 +69,17 @@ def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> Non
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
 
 
+@pytest.mark.parametrize(
+    ("pretrained", "init_from", "trained"),
+    [(False, None, False), (True, None, True), ("auto", None, True), (False, "file.safetensors", True)],
+)
+def test_a_job_starts_trained_with_the_weights_of_a_file_or_of_its_model(
+    pretrained: bool | str, init_from: str | None, trained: bool
+) -> None:
+    model = Timm(name="test_resnet.r160_in1k", pretrained=pretrained)
+    assert replace(built(*RECIPE), model=model, init_from=init_from).starts_trained is trained
+
+
 def test_a_resume_has_published_weights_if_its_run_had_them(missing: str, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for before in (True, False):

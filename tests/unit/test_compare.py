@@ -1361,6 +1361,11 @@ def test_a_column_is_sorted_numbers_first_then_texts_then_nothing() -> None:
     assert [row["test"] for row in ordered(tests, "test", {})] == [1.0, 3.0]
     logged = [{"my/gap": value, "direction": Direction.minimize} for value in (1.0, 3.0)]
     assert [row["my/gap"] for row in ordered(logged, "my/gap", {"my/gap": Direction.maximize})] == [3.0, 1.0]
+    apart = [
+        {"x": value, "monitor": name, "direction": Direction.maximize}
+        for value, name in zip([3, 1, 2], "aba", strict=True)
+    ]
+    assert [row["x"] for row in ordered(apart, "x", {})] == [1, 2, 3], "the table that has the first row comes first"
     assert ordered([], "anything", {}) == []
     with pytest.raises(InputError, match=r"--sort scor: there is no such column\. Did you mean '--sort score'\?"):
         ordered(scores, "scor", {})
@@ -1486,6 +1491,8 @@ def test_a_key_that_no_run_has_is_answered_with_those_that_differ(swept: Ledger,
         groups(read_runs(swept.folder), by=["seed", "x"])
     with pytest.raises(InputError, match=r"they differ in none$"):
         groups([Run(run(tmp_path / "alone"))], by=["x"])
+    both = [Run(run(tmp_path / name, *words, score=1.0)) for name, words in (("a", ()), ("b", ("mine=3",)))]
+    assert {row["mine"] for row in groups(both, by=["mine"])} == {"", "3"}
 
 
 def test_the_numbers_of_jobs_are_those_of_one_sweep(swept: Ledger, tmp_path: Path) -> None:

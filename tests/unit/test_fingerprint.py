@@ -207,6 +207,8 @@ def test_the_user_sees_the_name_of_a_librarys_model_and_no_empty_parentheses() -
     }
     assert {name: named(option) for name, option in names.items()} == {name: name for name in names}
     assert named(Timm(name="resnet18", drop_rate=0.5), frozenset({"drop_rate"})) == "resnet18"
+    namesake: Any = dataclass(frozen=True)(type("ModelObject", (DigitNet,), {"__module__": "mine"}))
+    assert named(namesake(width=64)) == "ModelObject(width=64)", "an option of a user's, which stands for no object"
     assert named(DigitNet(width=64, compile=True), frozenset({"width"})) == "DigitNet(compile=True)"
 
 

@@ -128,6 +128,8 @@ def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
             guard_plugins(expected)
             config = loader.load_sweep_config(master, ["epochs=2", *job])
             assert plain(config) == plain(expected), job
+        unknown = loader.load_configuration("config", ["name=test", "run_group=${nowhere}"], RunMode.MULTIRUN)
+        assert loader.load_sweep_config(unknown, ["run_group=mine"]).run_group == "mine"
         with pytest.raises(InputError, match="expected keys of a job, such as seed: 1,2"):
             loader.load_sweep_config(master, JOBS[-1])
         with pytest.raises(HydraException, match="epoch"):

@@ -243,12 +243,17 @@ def test_a_dataset_without_an_index_or_an_end_or_items_is_refused() -> None:
         def __iter__(self) -> Any:
             yield from ()
 
+    class Counted(Stream):
+        def __len__(self) -> int:
+            return NUMBER
+
     class Endless(Dataset[Any]):
         def __getitem__(self, index: int) -> Any:
             return IMAGES[0], 0
 
-    with pytest.raises(InputError, match="Stream, has no __getitem__"):
-        option(Stream(), Photos()).train()
+    for stream in (Stream(), Counted()):
+        with pytest.raises(InputError, match=f"{type(stream).__name__}, has no __getitem__, so"):
+            option(stream, Photos()).train()
     with pytest.raises(InputError, match="Endless, has no __len__"):
         option(Endless(), Photos()).train()
     with pytest.raises(InputError, match="of the evaluation split, of type Photos, has no items"):

@@ -430,10 +430,14 @@ def test_an_option_is_proposed_by_its_own_name_or_that_of_another_program() -> N
 NAMES_OF_JOB = [
     *("epochs", "batch", "name", "train.mixup", "train.eval_every", "optimizer.lr", "optimizer.betas"),
     *("optimizer._target_", "telemetry.interval", "a.size_of", "b.size_of", "c.size_of", "d.size_of", "mine"),
+    "callback.of_mine_which_has_a_name.patience",
 ]
 MEANT: dict[tuple[str, str | None], str] = {
     ("trian.mixup", "0.2"): " Did you mean train.mixup=0.2?",
     ("trian.mixpu", None): " Did you mean 'train.mixup'?",
+    ("calback.of_mine_which_has_a_name.patiense", "3"): (
+        " Did you mean callback.of_mine_which_has_a_name.patience=3?"
+    ),
     ("foo.eval_every", "3"): " Did you mean train.eval_every=3?",
     ("train.interval", None): " Did you mean 'telemetry.interval'?",
     ("eval_evry", None): " Did you mean 'train.eval_every'?",

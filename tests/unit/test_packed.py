@@ -340,14 +340,20 @@ def test_a_set_from_before_the_key_targets_has_classes(target: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     ("targets", "labels"),
-    [("classes", np.array([1, 0, 2], "<i8")), ("labels", np.eye(3, dtype="<f4")), ("values", np.ones((3, 3), "<f4"))],
+    [
+        ("classes", np.array([1, 0, 2], "<i8")),
+        ("labels", np.eye(3, dtype="<f4")),
+        ("values", np.ones((3, 3), "<f4")),
+        ("values", np.ones((3, 1), "<f4")),
+    ],
 )
 def test_labels_are_read_as_their_kind_is_stored(targets: str, labels: Any, tmp_path: Path) -> None:
     pixels, facts = np.arange(3 * 2 * 4, dtype="u1"), {"count": 3, "sha256": {"images": "", "labels": ""}}
     for split in ("train", "val"):
         pixels.tofile(tmp_path / f"{split}.images")
         labels.tofile(tmp_path / f"{split}.labels")
-    manifest = {"targets": targets, "classes": [*"abc"], "shape": [1, 2, 4], "mean": [0.5], "std": [0.2]}
+    classes = [*"abc"][: labels.shape[-1]]
+    manifest = {"targets": targets, "classes": classes, "shape": [1, 2, 4], "mean": [0.5], "std": [0.2]}
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "splits": {"train": facts, "val": facts}}))
     split = Packed(path=str(tmp_path)).eval()
     assert torch.equal(split.images, torch.from_numpy(pixels.reshape(3, 1, 2, 4)))

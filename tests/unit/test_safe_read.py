@@ -84,11 +84,12 @@ def test_a_link_that_the_user_named_is_followed_and_what_it_leads_to_is_looked_a
             read_bytes(path, links=True)
 
 
-@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "plain/below"])
-def test_an_invalid_path_is_unreadable(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize(("path", "missing"), [("a\0b", False), ("x" * 300, False), ("plain/below", True)])
+def test_an_invalid_path_is_unreadable_and_nothing_is_below_a_file(tmp_path: Path, path: str, missing: bool) -> None:
     (tmp_path / "plain").write_text("")
-    with pytest.raises(UnreadableFile):
+    with pytest.raises(UnreadableFile) as caught:
         read_text(tmp_path / path)
+    assert caught.value.missing == str(caught.value).endswith("is missing") == missing
 
 
 def test_other_ranks_learn_all_of_what_is_wrong_with_a_file(tmp_path: Path) -> None:

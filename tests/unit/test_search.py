@@ -50,7 +50,8 @@ class Launcher:
 def sweeper(folder: Path, launcher: Any, **settings: Any) -> OptunaSweeper:
     words = {key: value for key, value in OPTUNA_CONFIG.items() if key != "_target_"} | settings
     searching = OptunaSweeper(**words)
-    searching.setup(launcher, OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "sweeper": {}}}))
+    of_jobs = {"job": {"num": "???"}, "sweep": {"dir": str(folder), "subdir": "${hydra.job.num}"}}
+    searching.setup(launcher, OmegaConf.create({"hydra": {**of_jobs, "sweeper": {}}}))
     return searching
 
 

@@ -260,6 +260,10 @@ class Scans(TensorDataset):
     pass
 
 
+class Later(TensorDataset):
+    pass
+
+
 def test_the_code_of_objects_is_that_of_their_types_their_parts_and_their_functions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,13 +272,13 @@ def test_the_code_of_objects_is_that_of_their_types_their_parts_and_their_functi
     options = [
         ModelObject(type="Net", original=Net()),
         LossObject(type="my_loss", original=my_loss),
-        datasets(composed, scans),
+        datasets(composed, Later(*IMAGES.tensors)),
         SGD(),
     ]
     monkeypatch.setattr(objects, "chosen_options", lambda job: options)
     job: Any = None
     parts = code_parts(job, [Own()])
-    assert {Own, Net, Part, Scans, TensorDataset} <= {*parts}
+    assert {Own, Net, Part, Scans, Later, TensorDataset} <= {*parts}
     assert {my_loss, helper, second} <= {*parts}
     assert SGD not in parts, "options by name are code of ours, or of extensions"
     assert option_name(SGD) == "sgd"

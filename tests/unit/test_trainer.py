@@ -294,7 +294,7 @@ def test_a_stop_between_two_blocks_is_seen_by_every_rank(asker: int | None, monk
         trainer = trainer_of(models[world.rank], world, strategy=AllReduce())
         trainer.stop.requested = world.rank == asker
         try:
-            trainer.between()
+            trainer.between_blocks(1, 2)
         except StopNow:
             return True
         return False
