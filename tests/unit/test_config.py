@@ -480,7 +480,7 @@ def test_the_options_of_a_group_are_those_with_files_and_all_that_is_declared() 
     for name in ("zz_mine", "aa_mine"):
         option("model", name)(own_class())
     assert options.options_of("model") == sorted([*before, "aa_mine", "zz_mine"])
-    assert options.options_of("none") == []
+    assert options.options_of("none") == options.options_of("mod") == []
 
 
 def test_a_group_that_is_like_no_other_is_told_all_that_there_are() -> None:

@@ -118,13 +118,16 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_no_subfolder_is_a_link(tmp_path: Path, name: str) -> None:
-    (tmp_path / "elsewhere").mkdir()
+@pytest.mark.parametrize("leads", [True, False])
+def test_no_subfolder_is_a_link(tmp_path: Path, name: str, leads: bool) -> None:
+    if leads:
+        (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=f"{name} is a symbolic link, expected a folder"):
         MAKERS[name](tmp_path / "run" / name)
-    assert [*(tmp_path / "elsewhere").iterdir()] == []
+    assert [*tmp_path.rglob("elsewhere/*")] == []
+    assert (tmp_path / "elsewhere").exists() is leads
 
 
 def test_the_name_of_a_temporary_file_cannot_be_foreseen(tmp_path: Path) -> None:

@@ -58,7 +58,13 @@ def test_another_value_of_a_key_that_the_sweep_varies_is_another_job(word: str, 
 
 @pytest.mark.parametrize(
     ("words", "gpus"),
-    [([], 1), (["strategy=ddp"], 4), (["strategy=ddp", "launcher.ranks=2"], 2), (["strategy=dp", "device=cpu"], 0)],
+    [
+        ([], 1),
+        (["launcher.ranks=2"], 2),
+        (["strategy=ddp"], 4),
+        (["strategy=ddp", "launcher.ranks=2"], 2),
+        (["strategy=dp", "device=cpu"], 0),
+    ],
     ids=str,
 )
 def test_a_job_has_the_gpus_that_its_strategy_uses(words: list[str], gpus: int) -> None:

@@ -79,6 +79,10 @@ def test_an_update_keeps_its_order_in_memory_which_changes_no_number(shape: tupl
     (plain,), (moved,) = orthogonalised([update], 5), orthogonalised([turned], 5)
     assert (plain.stride(), moved.stride()) == (update.stride(), turned.stride())
     torch.testing.assert_close(moved, plain, rtol=1e-11, atol=1e-11)
+    for beside in ([update, turned], [turned, update]):
+        for before, after in zip(beside, orthogonalised(beside, 5), strict=True):
+            assert after.stride() == before.stride()
+            torch.testing.assert_close(after, plain, rtol=1e-11, atol=1e-11)
 
 
 def test_a_channels_last_network_takes_the_steps_of_any_other() -> None:

@@ -21,7 +21,7 @@ from lockstep.core.errors import InputError, NumericalError, Stopped, StorageErr
 from lockstep.core.formats import FileFormat, NewerFormat, stamp
 from lockstep.core.protocols import Entry
 from lockstep.core.run import Run
-from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, near_path, near_paths, pointed, slug
+from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, near_path, near_paths, pointed, relative, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_folder
 from lockstep.job.resume import decide_resume
@@ -582,6 +582,18 @@ def test_who_names_a_folder_without_a_best_job_or_a_latest_run_is_told_where_the
         latest(root, "init_from")
     says = f"{root / 'latest'} names {tmp_path / 'other'}, expected a folder below {root}; name a run folder"
     assert str(caught.value) == f"init_from: {says}"
+
+
+def test_a_path_below_the_current_folder_alone_is_shown_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "here-too"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert relative(Path.cwd() / "outputs" / "run") == Path("outputs/run")
+    assert relative(Path.cwd()) == Path()
+    for elsewhere in (tmp_path / "here-too" / "run", tmp_path, Path("outputs/run")):
+        assert relative(elsewhere) == elsewhere
 
 
 def test_a_summary_is_one_line_a_key_with_its_end_and_every_table_is_one(tmp_path: Path) -> None:

@@ -370,6 +370,7 @@ def test_a_search_with_several_objectives_keeps_the_trade_offs(tmp_path: Path) -
         ("x=interval(0.1,1)", "FloatDistribution(high=1.0, log=False, low=0.1, step=None)"),
         ("x=tag(log,interval(1e-5,0.1))", "FloatDistribution(high=0.1, log=True, low=1e-05, step=None)"),
         ("x=int(interval(8,64))", "IntDistribution(high=64, log=False, low=8, step=1)"),
+        ("x=tag(log,int(interval(8,64)))", "IntDistribution(high=64, log=True, low=8, step=1)"),
         ("x=interval(1,2.5)", "FloatDistribution(high=2.5, log=False, low=1.0, step=None)"),
         ("x=interval(0.5,3)", "FloatDistribution(high=3.0, log=False, low=0.5, step=None)"),
         ("x=range(1,8,2)", "IntDistribution(high=7, log=False, low=1, step=2)"),

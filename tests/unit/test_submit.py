@@ -273,10 +273,28 @@ def test_a_sweep_that_is_started_while_an_error_is_handled_ends_like_any_other(
     except FileNotFoundError:
         sweep.on_multirun_start(config)
         sweep.on_multirun_end(config)
+        assert submitted == [tmp_path]
         try:
             raise KeyError
         except KeyError:  # an error of the sweep itself
             sweep.on_multirun_end(config)
+    assert submitted == [tmp_path]
+
+
+def test_a_sweep_that_ends_with_an_error_submits_none_of_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[Path | None] = []
+    monkeypatch.setattr(callbacks, "submit_all", lambda jobs, folder: submitted.append(folder))
+    monkeypatch.setattr(line, "choose_folder", lambda config: Ledger(tmp_path))
+    config, sweep = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}), callbacks.SweepCallbacks()
+    sweep.on_multirun_start(config)
+    try:
+        raise KeyError
+    except KeyError:
+        sweep.on_multirun_end(config)
+    assert submitted == []
+    sweep.on_multirun_end(config)
     assert submitted == [tmp_path]
 
 
