@@ -364,6 +364,15 @@ def test_a_part_that_does_not_fit_is_told_with_what_a_rank_has_and_what_fits(
             one.check_parts(**{**fitting, **parts})
 
 
+def test_a_replica_of_dp_is_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    alike = SimpleNamespace(total_memory=1, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: alike)
+    replica: Any = DataParallel().wrap(nn.Linear(3, 2), world(1), plan(1), EXAMPLE)
+    assert replica.device_ids == [0, 1, 2]
+
+
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3])
 def test_dp_drives_all_gpus_and_several_of_them_run_no_compiled_model(
     gpus: int, monkeypatch: pytest.MonkeyPatch
