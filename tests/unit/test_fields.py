@@ -465,6 +465,12 @@ def test_a_field_keeps_each_fact_that_is_written_at_it_in_any_order() -> None:
             assert [*fields.personal_values(cls())] == [("key", "shell", "a", "a")]
 
 
+def test_what_a_config_has_in_place_of_a_default_may_be_empty() -> None:
+    field = fields.in_config("", fields.ruled("a", TEXT))
+    written: Any = dataclasses.make_dataclass("Written", [("key", str, field), ("other", str, "b")])
+    assert fields.config_defaults(written) == {"key": ""}
+
+
 def test_sizes_and_mappings_are_told_with_their_limits_and_words() -> None:
     rules = {
         "auto or null or a whole number from 1 to 16,384 or [height,width]": fields.pixels("auto", "auto", None),

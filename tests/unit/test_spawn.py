@@ -852,6 +852,7 @@ def test_a_forked_rank_has_its_place_and_the_objects_themselves_and_not_the_sock
     )
     monkeypatch.setattr(spawn, "loopback_server", lambda: listener)
     run, own = RunDir.at(tmp_path / "run"), threading.Lock()  # which no pickle takes
+    monkeypatch.setenv("LOCAL_RANK", "5")  # of another launcher
     before = {**os.environ}
     Spawn(ranks=2).run(Entry(entry, (own, "second")), run)
     assert {**os.environ} == before, "the command is no rank"
