@@ -149,8 +149,8 @@ def test_the_training_command_of_a_program_has_its_extensions(monkeypatch: pytes
     began: list[Any] = []
     monkeypatch.setattr(signals, "begin", lambda **options: began.append(options))
     monkeypatch.setattr("lockstep.cli.train.train_command", began.append)
-    lockstep.main(["mine"])
-    assert began == [{"says": signals.STOPPED_EARLY}, ["mine"]]
+    lockstep.main(["mine", "another"])
+    assert began == [{"says": signals.STOPPED_EARLY}, ["mine", "another"]]
 
 
 def test_a_refused_training_leaves_the_folders_that_were_there_and_no_others(
@@ -297,13 +297,13 @@ def test_the_rows_of_a_program_have_their_folder_and_what_the_command_shows(monk
     rows = lockstep.runs(Path("a"), sort="lr", filters=["lr>1"], columns=["lr"])
     assert (rows, rows.folder) == ([{"name": "a", "score": None, "bare": True}], Path("root/a"))
     lockstep.runs()
-    compared = lockstep.compare(Path("a"), "b", by=["lr"], sort="score", columns=["kwh"])
+    compared = lockstep.compare(Path("b"), "a", by=["lr"], sort="score", columns=["kwh"])
     assert (compared, compared.folder) == ([{"key": "lr", "difference": 0.5}], None)
     lockstep.compare("a")
     assert questions == [
         (Path("root/a"), {"sort": "lr", "filters": ["lr>1"], "columns": ["lr"]}),
         (Path("root/outputs"), {"sort": "when", "filters": (), "columns": ()}),
-        (["a", "b"], {"by": ["lr"], "sort": "score", "columns": ["kwh"]}),
+        (["b", "a"], {"by": ["lr"], "sort": "score", "columns": ["kwh"]}),
         (["a"], {"by": (), "sort": None, "columns": ()}),
     ]
 

@@ -1351,10 +1351,9 @@ def test_a_key_is_below_its_block_and_no_other(key: str, heads: list[str], below
 
 def test_a_column_is_sorted_numbers_first_then_texts_then_nothing() -> None:
     values = [None, "b", 2.0, "", "10", "a", -1]
-    rows: list[dict[str, Any]] = [{"x": value, "direction": Direction.maximize} for value in values] + [
-        {"direction": Direction.maximize}
-    ]
-    assert [row.get("x") for row in ordered(rows, "x", {})] == [-1, 2.0, "10", "a", "b", None, "", None]
+    rows: list[dict[str, Any]] = [{"direction": Direction.maximize}]
+    rows += [{"x": value, "direction": Direction.maximize} for value in values]
+    assert [row.get("x", 0) for row in ordered(rows, "x", {})] == [-1, 2.0, "10", "a", "b", 0, None, ""]
     scores = [{"score": value, "direction": Direction.maximize} for value in (1.0, None, 3.0)]
     assert [row["score"] for row in ordered(scores, "score", {})] == [3.0, 1.0, None]
     tests = [{"test": value, "direction": Direction.minimize} for value in (3.0, 1.0)]

@@ -8,6 +8,7 @@ from lockstep.core.errors import (
     INSTALL,
     BrokenImage,
     InputError,
+    as_unicode,
     check_installed,
     close_to,
     collecting,
@@ -74,6 +75,10 @@ def test_nothing_that_steers_a_terminal_is_left_in_a_text() -> None:
     assert escaped("one\ntwo", keep="") == r"one\ntwo"
     assert (escaped("one\ttwo"), escaped("one\ttwo", keep="\n")) == ("one\ttwo", r"one\ttwo")
     assert escaped(escaped(STEERING)) == escaped(STEERING)
+
+
+def test_two_names_that_differ_in_bytes_that_are_no_text_still_differ() -> None:
+    assert [as_unicode(name) for name in ("ow\udcffl", "ow\udcfel", "画像")] == ["ow\\udcffl", "ow\\udcfel", "画像"]
 
 
 @pytest.mark.parametrize(

@@ -533,6 +533,8 @@ def test_a_personal_value_is_a_place_unless_it_is_more() -> None:
 def test_each_item_of_a_list_has_its_range_and_a_list_is_told_as_one() -> None:
     refused = {"betas": [0.5, 1], "side": [3], "number": [3, 21], "limit": [1, 2]}
     sentences = [*problems(Outer, refused, "k.")]
+    assert [*problems(Outer, {"side": [3, 5]}, "k.")] == []
+    assert len([*problems(Outer, {"side": [3, 5, 7]}, "k.")]) == 1, "there are two sides"
     assert sentences == [
         "k.number is [3, 21], expected each a whole number from 1 to 20: k.number=3",
         "k.betas is [0.5, 1], expected each a number from 0 to below 1: k.betas=[0.9,0.99]",

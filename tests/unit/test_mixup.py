@@ -150,6 +150,12 @@ def test_shares_are_the_quantiles_of_their_numbers(alpha: float, accuracy: float
     assert np.abs(beta(points, alpha).double().numpy() - exact).max() < accuracy
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.2])
+def test_shares_are_on_the_device_of_their_numbers(alpha: float) -> None:
+    shares = beta(torch.zeros(3, device="meta"), alpha)
+    assert (shares.device.type, shares.shape) == ("meta", (3,))
+
+
 def test_boxes_have_their_area_and_lie_everywhere() -> None:
     keys = sample_keys(0, 0, torch.arange(20_000), MIX)
     share = torch.full((20_000,), 0.75)

@@ -558,6 +558,9 @@ FOUND_NOTHING = {
     ("model/zzzzzz", ()): "model=zzzzzz: there is no model of that name. It is one of basicnet, digitnet, linear, ",
     ("logger/zzzzzz.yaml", ()): "logger=zzzzzz: there is no logger of that name. It is one of jsonl, mlflow, tensor",
     ("loss/focl", ("focal", "bce")): "loss=focl: there is no loss of that name. Did you mean 'focal'?",
+    ("loss/of/another/focl", ("focal", "bce")): (
+        "loss=of/another/focl: there is no loss of that name. Did you mean 'focal'?"
+    ),
     ("optimizer/lion", ()): "optimizer=lion: there is no optimizer of that name. Did you mean optimizer=timm opti",
     ("mine/zzz", ("a", "b")): "mine=zzz: there is no mine of that name. It is one of a, b.",
     ("mine/zzz", ()): "mine=zzz: there is no mine of that name. `lockstep train --help` shows the groups.",

@@ -427,6 +427,7 @@ def test_a_folder_that_another_job_has_is_refused_before_the_job_is_prepared(
 ) -> None:
     run = RunDir.at(tmp_path / "run")
     run.overrides.write_text("[]")
+    run.summary.write_text('{"format": 99, "lockstep": "9.0"}')  # not looked at while the other job may write it
     monkeypatch.setattr(prepare, "prepare", None)  # is not called
     with closing(Lock()) as earlier, closing(Lock()) as lock:
         earlier.take(run.lock)

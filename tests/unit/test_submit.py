@@ -151,6 +151,7 @@ def test_a_submitted_command_continues_what_its_line_does(monkeypatch: pytest.Mo
     new = submitted(monkeypatch, None, "epochs=9", resume=checkpoint)
     assert new.words(run)[-3:] == ["epochs=9", f"resume={checkpoint}", f"hydra.run.dir={run}"]
     assert submitted(monkeypatch, None, "epochs=9").words(run)[-2:] == ["epochs=9", f"hydra.run.dir={run}"]
+    assert new.words(Path("/a,b/c=d"))[-1] == 'hydra.run.dir="/a,b/c=d"', "else Hydra reads two values"
 
 
 def test_lines_of_shell_come_from_the_present_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The classes of the project that `lockstep new` writes: the numbers that they give."""
 
 import importlib
+import inspect
 import math
 import runpy
 import shutil
@@ -74,6 +75,16 @@ def test_the_loss_of_a_new_project_is_the_formula_of_its_paper_for_each_example(
     weight = 1.0 if epsilon is None else epsilon
     expected = F.cross_entropy(logits, labels, reduction="none") + weight * (1 - shares)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("project")
+def test_the_tests_of_a_new_project_pass_that_train_nothing() -> None:
+    functions = runpy.run_path(str(TEMPLATE / "tests" / "test_my_project.py"))
+    tests = [function for name, function in functions.items() if name.startswith("test_")]
+    quick = [test for test in tests if not inspect.signature(test).parameters]
+    assert (len(quick), len(tests)) == (3, 6)
+    for test in quick:
+        test()
 
 
 @pytest.mark.usefixtures("project")
