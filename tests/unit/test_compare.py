@@ -1494,6 +1494,13 @@ def test_a_key_that_no_run_has_is_answered_with_those_that_differ(swept: Ledger,
     assert {row["mine"] for row in groups(both, by=["mine"])} == {"", "3"}
 
 
+def test_runs_that_have_the_same_value_of_another_key_are_two_groups(tmp_path: Path) -> None:
+    for number, key in enumerate(("batch_a", "batch_b")):
+        run(tmp_path / key, f"{key}=8", score=float(number))
+    rows = groups(read_runs(tmp_path), by=["batch_a", "batch_b"])
+    assert [(row["batch_a"], row["batch_b"]) for row in rows] == [("", "8"), ("8", "")]
+
+
 def test_the_numbers_of_jobs_are_those_of_one_sweep(swept: Ledger, tmp_path: Path) -> None:
     assert [row["jobs"] for row in groups(read_runs(swept.folder))] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     other = sweep(swept.folder.parent / "two", {("batch=8",): 50.0, ("batch=16",): 60.0})
