@@ -251,8 +251,8 @@ def test_the_page_of_a_sweep_renews_itself_while_a_job_may_change(state: State, 
 @pytest.mark.parametrize("status", ["completed", "failed", "stopped", "pruned"])
 def test_the_page_of_a_job_that_has_ended_renews_itself_no_more(status: str, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    ledger.create(Identity(swept=("a",), words=("a=1,2",)))
-    ended, _ = (ledger.start(record) for record in ledger.enter([((f"a={a}",), f"a={a}") for a in (1, 2)]))
+    ledger.create(Identity(swept=("a",), words=("a=more,less",)))
+    ended, _ = (ledger.start(record) for record in ledger.enter([((f"a={a}",), f"a={a}") for a in ("more", "less")]))
     RunDir.at(tmp_path / ended.folder).write_summary(status=status)
     with closing((server := WatchServer(tmp_path, 0)).socket):
         pages = [server.page(path) for path in ("/", f"/{ended.folder}/", f"/{ended.folder}/report.html")]

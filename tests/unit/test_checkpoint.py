@@ -872,12 +872,18 @@ def test_a_checkpoint_gets_its_name_when_all_that_a_resume_reads_is_on_the_disk(
         target.pool.submit(print)
 
 
+def during(error: Exception, first: Exception) -> Exception:
+    error.__context__ = first
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "cause", "reason"),
     [
         (OSError(errno.ENOSPC, "x"), None, "no space left on device"),
         (OSError(errno.ENOSPC, "x"), KeyError("odd"), "no space left on device"),
         (RuntimeError("PytorchStreamWriter failed"), OSError(errno.EFBIG, "x"), "file too large"),
+        (RuntimeError("odd"), during(ValueError("odd"), OSError(errno.EFBIG, "x")), "file too large"),
         (RuntimeError("odd"), None, "odd"),
         (StorageError("a sentence"), None, "a sentence"),
     ],
@@ -1110,6 +1116,12 @@ def test_large_files_are_hashed_to_their_end(tmp_path: Path) -> None:
     assert written["sha256"] == {
         name: hashlib.sha256(data).hexdigest() for name, data in (("a", content), ("b", b""))
     }
+    with (tmp_path / "c").open("wb") as holes:
+        holes.truncate(size := 65 * 2**20)
+        before = files.sha256(tmp_path / "c")
+        holes.seek(size - 1)
+        holes.write(b"1")
+    assert files.sha256(tmp_path / "c") != before
     files.save_weights({"a": torch.arange(7 * 10**5)}, file := tmp_path / "large.safetensors")
     for place in (len(content) // 2, 8 * 10**5 * 7 - 1):
         flip(file, 8 * place)

@@ -57,6 +57,10 @@ MISTAKES |= {
         "defaults:\n  - experiment/parent": "has `- experiment/parent`, expected `- parent`",
         "defaults:\n  - debug: fast": "has `- debug: fast`, expected `- /debug: fast`",
         "defaults:\n  - override debug: fast": "has `- override debug: fast`, expected `- /debug: fast`",
+        "defaults:\n  - override  debug: fast": "has `- override  debug: fast`, expected `- /debug: fast`",
+        "defaults:\n  - override  /hydra/launcher: ray": (
+            "cannot choose hydra/launcher; remove its line, and type -m hydra/launcher=ray"
+        ),
         "defaults:\n  - override /debug: fast": (
             "has `- override /debug: fast`, expected `- /debug: NAME`: the default job has no debug to override"
         ),

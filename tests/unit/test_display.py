@@ -281,6 +281,10 @@ def test_a_notebook_has_a_bar_above_a_table_of_evaluations_and_at_the_end_the_ta
     assert len(output.states) == count + 1
     assert ("<progress" in output.states[-2], "<progress" in output.states[-1]) == (True, False)
     assert ">0.5123<" in output.states[-1]
+    at_its_end = shown.Cell(PLAN, left(25), Monitor())
+    assert '<progress value="25" max="25">' in output.states[-1], "a resume at the end evaluates"
+    at_its_end.close()
+    assert "<progress" not in output.states[-1]
 
 
 def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +486,8 @@ def test_the_bar_is_the_share_of_the_steps_or_of_the_evaluation_under_way(monkey
         assert bar.left.warm is not None
         assert bar.left.warm[0] == 9
         assert "loss 1234.5000  top-1 100.0 %  4,500,000 img/s  wait 100 %" in bar.status().plain
+        bar.window(WINDOW, None)
+        assert "loss 0.5123" in bar.status().plain, "of the last window"
         bar.evaluating(6, 8)
         assert bar.status().plain.count("━") == round(6 / 8 * 22)
         bar.evaluated(5, SCORES, None, best=False)

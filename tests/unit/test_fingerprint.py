@@ -275,6 +275,18 @@ def test_the_card_of_a_job_has_what_its_weights_need_and_no_path_of_the_machine(
     assert (trained_on["decode_size"], str(trained_on["_target_"]).rpartition(".")[2]) == (8, "Folder")
 
 
+def test_the_card_of_a_users_model_has_a_value_that_is_null_where_the_default_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+
+    @options.option("model")
+    class Mine(DigitNet):
+        depth: int | None = ranged(1, least=1, most=9)
+
+    assert card_of(ResolvedJob.of(replace(built(), model=Mine(depth=None)))).model["depth"] is None
+
+
 def test_the_hash_of_examples_is_that_of_what_identifies_them_in_any_order() -> None:
     facts = {"train": "a", "val": ["b", 2]}
     one, two = (SimpleNamespace(fingerprint=lambda own=own: own) for own in (facts, dict(reversed(facts.items()))))

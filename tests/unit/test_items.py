@@ -560,6 +560,7 @@ def test_of_several_attributes_with_targets_the_likeliest_is_read(number: int) -
         ({"label": SimpleNamespace(names=["cat", "dog"])}, ("0", "1"), ("cat", "dog")),
         ({"image": SimpleNamespace(names=["x"]), "label": SimpleNamespace()}, ["ant", "bee"], ("ant", "bee")),
         ({"labels": SimpleNamespace(names=None)}, (1, 2), ("1", "2")),
+        ({"labels": SimpleNamespace(), "label": SimpleNamespace(names=["cat", "dog"])}, (1, 2), ("cat", "dog")),
         (None, {"a": 0}, ()),
     ],
 )

@@ -164,24 +164,26 @@ def test_every_dropout_of_torch_has_the_mask_and_the_place_of_its_result() -> No
     assert torch.equal(nothing, 0 * blank)
 
 
-def test_a_coin_is_fair_unless_a_probability_is_asked_for() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_coin_is_fair_unless_a_probability_is_asked_for(dtype: torch.dtype) -> None:
     def bits(shape: torch.Size, like: Tensor) -> Tensor:
-        return torch.tensor([LOWEST, -(2**30), -1, 0, 2**30, HIGHEST], dtype=torch.int32)
+        return torch.tensor([LOWEST, -(2**30), -1, 0, 2**22, 2**30, HIGHEST], dtype=torch.int32)
 
     def below(share: float, numbers: tuple[float, ...]) -> list[float]:
         return [float(number < share) for number in numbers]
 
-    ascending = (0, 0.25, 0.5 - 2**-32, 0.5, 0.75, 1 - 2**-32)
-    unsigned = (0.5, 0.75, 1 - 2**-24, 0, 0.25, 0.5 - 2**-24)  # the numbers where each has its own probability
-    blank = torch.empty(6)
+    ascending = (0, 0.25, 0.5 - 2**-32, 0.5, 0.5 + 2**-10, 0.75, 1 - 2**-32)
+    # The numbers where each has its own probability.
+    unsigned = (0.5, 0.75, 1 - 2**-24, 0, 2**-10, 0.25, 0.5 - 2**-24)
+    blank = torch.empty(7, dtype=dtype)
     assert KEYED[torch.Tensor.bernoulli_](bits, blank).tolist() == below(0.5, ascending)
-    for share in (0.0, 0.25, 0.7, 1.0):
-        of_each = torch.full((6,), share)
+    for share in (0.0, 0.0005, 0.25, 0.7, 1.0):
+        of_each = torch.full((7,), share)
         assert KEYED[torch.Tensor.bernoulli_](bits, blank, share).tolist() == below(share, ascending)
         assert KEYED[torch.Tensor.bernoulli_](bits, blank, of_each).tolist() == below(share, unsigned)
         for function in (torch.bernoulli, torch.Tensor.bernoulli):
             assert KEYED[function](bits, of_each).tolist() == below(share, unsigned), "its input has the shares"
-            assert KEYED[function](bits, torch.full((6,), 0.9), share).tolist() == below(share, ascending)
+            assert KEYED[function](bits, torch.full((7,), 0.9), share).tolist() == below(share, ascending)
 
 
 def test_a_part_of_a_tensor_is_filled_in_place() -> None:

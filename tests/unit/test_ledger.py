@@ -1815,8 +1815,10 @@ def test_a_newest_sweep_is_found_by_its_name_and_one_by_its_folder(
     assert resumed_sweep(Path("out"), "latest").folder == newest
     for named in ("out/sweeps/20260102-a", "~/out/sweeps/20260102-a", str(newest)):
         assert resumed_sweep(Path("elsewhere"), named).folder == newest
-    with pytest.raises(InputError, match=r"sweep\.resume: out is not a sweep's folder; name one with"):
-        resumed_sweep(Path("out"), "out")
+    (tmp_path / "out" / "sweep.json").mkdir()
+    for named in ("out", 300 * "a"):
+        with pytest.raises(InputError, match=rf"sweep\.resume: {named} is not a sweep's folder; name one with"):
+            resumed_sweep(Path("out"), named)
 
 
 def test_the_words_of_a_sweep_go_before_those_that_are_typed_now(tmp_path: Path) -> None:

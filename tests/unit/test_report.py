@@ -1136,6 +1136,7 @@ def test_a_text_in_a_picture_has_all_its_letters(text: str) -> None:
     height, width = drawn.shape[:2]
     assert (drawn == whole[:height, :width]).all()
     assert (whole[:, width:] == 255).all(), "nothing is beside it"
+    assert (whole[height:] == 255).all(), "nothing is below it"
 
 
 def test_the_headline_counts_the_images_of_classes_alone(run: RunDir) -> None:

@@ -1,6 +1,7 @@
 """Checks of the weights, on one rank and between ranks."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -18,11 +19,11 @@ from thread_ranks import ThreadRanks
 def test_any_flipped_bit_changes_the_fingerprint(dtype: torch.dtype) -> None:
     model = nn.Linear(50, 20, dtype=dtype)
     before = int(checksum(model))
-    words = model.weight.data.view(torch.int64 if dtype is torch.float64 else torch.int16).view(-1)
-    for bit in (0, 1, 5, 8):
-        words[17] ^= 1 << bit
+    octets = model.weight.data.view(-1).view(torch.uint8)
+    for place, bit in itertools.product(range(8), range(8)):
+        octets[136 + place] ^= 1 << bit
         assert int(checksum(model)) != before
-        words[17] ^= 1 << bit
+        octets[136 + place] ^= 1 << bit
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

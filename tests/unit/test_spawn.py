@@ -354,6 +354,10 @@ def test_a_wait_ends_with_the_condition_or_with_its_time_and_says_once_what_it_w
     began = clock.now
     assert processes.wait(lambda: clock.now >= began + 3, 30) is True
     assert clock.now < began + 4
+    began = clock.now
+    assert processes.wait(lambda: clock.now > began, processes.POLL_S / 2) is True, (
+        "it looks when the time has passed"
+    )
 
 
 def test_a_port_listens_or_it_does_not() -> None:

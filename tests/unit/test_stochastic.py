@@ -297,7 +297,8 @@ def test_gradients_are_those_of_the_mask_also_through_a_recomputed_forward(inpla
         def __init__(self, recompute: bool) -> None:
             super().__init__()
             self.recompute = recompute
-            self.block = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Dropout(0.5, inplace), nn.Flatten(), nn.Dropout(0.5))
+            drop = nn.Dropout(0.5, inplace)
+            self.block = nn.Sequential(nn.Conv2d(3, 4, 8, 8), drop, nn.Flatten(), nn.Dropout(0.5), drop)
 
         def forward(self, images: Tensor) -> Any:
             if not self.recompute:
@@ -308,7 +309,7 @@ def test_gradients_are_those_of_the_mask_also_through_a_recomputed_forward(inpla
     for recompute in (False, True):
         torch.manual_seed(0)
         model, draws = keyed(Recomputed(recompute))
-        outputs(model, draws, Micro(INDICES)).square().sum().backward()
+        outputs(model, draws, Micro(INDICES)).add(1).square().sum().backward()
         gradients.append(model.model.block[0].weight.grad)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
 
@@ -384,6 +385,20 @@ def test_an_unknown_random_call_is_named_for_the_user(draw: Callable[[Tensor], T
     (note,) = draws.notes
     assert word in note
     assert "on another number of ranks or micro-batches they differ" in note
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_unknown_random_call_of_any_gpu_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            states[number] += 1
+            return x
+
+    states = torch.zeros(2, 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [*states.clone()])
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[0].clone())  # of the current one
+    assert [*key_draws(nn.Sequential(Own()), torch.zeros(1, *SHAPE), 0).unknown] == ["0"]
 
 
 def test_an_unknown_random_call_repeats_after_a_resume() -> None:

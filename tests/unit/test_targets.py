@@ -437,9 +437,10 @@ def test_what_is_known_of_labels_and_values_before_a_run() -> None:
         "1 of 2 images of the training split have no label",
     ]
     job = resolved("dataset=fake", "dataset.size=8", "dataset.classes=2", "dataset.examples=16", "task=regression")
-    column = job.dataset.train().labels[:, 1].numpy()
+    columns = enumerate(job.dataset.train().labels.T.numpy())
+    ranges = [f"{name} {own.min():.4g} to {own.max():.4g} (mean {own.mean():.4g})" for name, own in columns]
     texts = [finding.text for finding in inspect(job.dataset, 1)]
-    assert f"1 {column.min():.4g} to {column.max():.4g} (mean {column.mean():.4g}): 16 to train on" in texts[0]
+    assert f"{', '.join(ranges)}: 16 to train on" in texts[0]
     counts = resolved("dataset=fake", "dataset.size=8", "dataset.classes=9", "dataset.examples=16", "task=multilabel")
     rows = counts.dataset.train().labels.sum(0).int().tolist()
     text = ", ".join(f"{label} {count}" for label, count in enumerate(rows[:8]))

@@ -76,6 +76,20 @@ def test_a_timed_step_is_split_into_parts(passes: Callable[[float], None], micro
     assert not any(parameter._post_accumulate_grad_hooks for parameter in times.parameters)
 
 
+def test_the_backward_pass_ends_with_the_last_gradient(passes: Callable[[float], None]) -> None:
+    times = TimeSpent(nn.Linear(3, 4), CPU, reduces=True, period=1)
+    for _ in range(LEAST_TIMED):
+        times.start()
+        times.forward_done()
+        for parameter, seconds in zip(times.parameters, (1, 2), strict=True):
+            passes(seconds)
+            parameter.sum().backward()
+        passes(1)
+        times.reduced()
+        times.stop()
+    assert shown(times.shares(0.0)) == pytest.approx({"backward": 0.75, "communication": 0.25})
+
+
 def test_a_timed_step_leaves_no_hook_at_any_parameter(passes: Callable[[float], None]) -> None:
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
     step(times, passes, micro_batches=1, reduction=0)

@@ -13,6 +13,7 @@ import torch
 from test_trainer import ACCURACY, COMMON, RARE, RARELY, Always, Silent, fitted, network, trainer_of
 from torch import nn
 
+from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError, NumericalError, Stopped
 from lockstep.core.tags import Monitor
 from lockstep.core.world import World
@@ -21,11 +22,13 @@ from lockstep.optim.schedule import Constant, Plateau
 from lockstep.runtime.signals import StopNow
 from lockstep.scores import Scores
 from lockstep.strategy import AllReduce
+from lockstep.tasks import Multiclass
 from lockstep.training import trainer as trainer_module
 from lockstep.training.averages import EMA
 from lockstep.training.evaluate import Patience
 from lockstep.training.network import Freezing
 from lockstep.training.train_state import Progress
+from lockstep.training.train_step import StepListener
 from thread_ranks import ThreadRanks
 
 EACH_STEP = {"log_every": 9, "eval_every": 1, "save_every": 9}
@@ -330,6 +333,22 @@ def test_a_figure_of_a_task_leaves_out_broken_images_and_has_one_number_for_each
     for wrong in (values[:2], values[None], values.sum()):
         with pytest.raises(InputError, match=r"task: the figure 'my/figure' has the shape .* \(3,\)$"):
             trainer.step.log(labels, "my/figure", wrong)
+
+
+class Measuring(Multiclass):
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        batch.log("my/figure", torch.ones(len(batch.images)))
+        return super().losses(batch)
+
+
+def test_a_broken_image_that_is_mixed_with_another_counts_for_no_figure() -> None:
+    step, logged = trainer_of(network(), World.solo()).step, list[list[float]]()
+    step.task, step.listener = Measuring(), StepListener(log=lambda name, values: logged.append(values.tolist()))
+    labels, targets = torch.tensor([2, -1, 0]), torch.tensor([[0.0, 0.4, 0.6], [0.0, 0.7, 0.0], [1.0, 0.0, 0.0]])
+    step.inputs = lambda micro: [torch.zeros(3, 1, 4, 4).double(), targets.double(), labels]
+    micro: Any = SimpleNamespace(first=lambda number: None)
+    step.forward(micro)
+    assert logged == [[1.0, 0.0, 1.0]]
 
 
 class Beating(Silent):

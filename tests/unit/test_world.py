@@ -175,12 +175,15 @@ def test_ranks_join_their_group_and_leave_it() -> None:
 
 @pytest.mark.parametrize(("busy", "waits"), [(0.05, False), (0.1, False), (0.2, True), (0.9, True)])
 def test_steps_over_a_tenth_of_a_second_are_long(busy: float, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def can_wait(world: World) -> tuple[bool, float | None]:
-        consensus = StopConsensus(world)
-        consensus.agree(False, busy=busy if world.rank == 1 else 0.0)
-        return consensus.can_wait, consensus.longest_s
+    def can_wait(world: World) -> list[tuple[bool, float | None]]:
+        consensus, seen = StopConsensus(world), []
+        for seconds in (busy, 0.0, 0.0):
+            consensus.agree(False, busy=seconds if world.rank == 1 else 0.0)
+            seen.append((consensus.can_wait, consensus.longest_s))
+        consensus.close()
+        return [seen[0], seen[-1]]
 
-    assert ThreadRanks(2, monkeypatch).run(can_wait) == [(waits, busy)] * 2
+    assert ThreadRanks(2, monkeypatch).run(can_wait) == [[(waits, busy), (False, 0.0)]] * 2
 
 
 class Unfinished:
