@@ -6,6 +6,7 @@ import resource
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -115,11 +116,15 @@ def test_a_step_that_does_not_fit_has_no_rate(fitting: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("device", "waits"), [("cuda:1", ["step", "cuda:1"]), ("cpu", ["step"])])
 def test_a_step_has_been_timed_when_its_device_has_done_it(
-    device: str, waits: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, waits: list[str], passes: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def passing(name: object) -> None:
+        order.append(str(name))
+        passes(2)
+
     order = list[str]()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda waited: order.append(str(waited)))
-    assert dry_run.timed(lambda: order.append("step"), torch.device(device)) >= 0
+    monkeypatch.setattr(torch.cuda, "synchronize", passing)
+    assert dry_run.timed(lambda: passing("step"), torch.device(device)) == 2 * len(waits)
     assert order == waits
 
 

@@ -498,3 +498,7 @@ def test_folders_without_one_to_train_on_are_classes_also_a_level_below(tmp_path
 def test_photos_are_normalised_as_the_published_weights_of_imagenet_expect(root: Path) -> None:
     source = Folder(path=str(root))
     assert (source.mean, source.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    for channels in (1, 2, 4):
+        other = Folder(path=str(root), channels=channels)
+        assert other.mean == pytest.approx([(0.485 + 0.456 + 0.406) / 3] * channels)
+        assert other.std == pytest.approx([(0.229 + 0.224 + 0.225) / 3] * channels)

@@ -56,6 +56,7 @@ SPLITS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
     "two classes, one there, all wrong": (LOGITS[:, :2] + torch.tensor([100.0, 0]), LABELS * 0 + 1),
     "two classes, one predicted": (LOGITS[:, :2] + torch.tensor([100.0, 0]), LABELS % 2),
     "a model of one class": (LOGITS[:, :1], LABELS * 0),
+    "equal logits": ((LOGITS > 0).double(), LABELS),
 }
 
 

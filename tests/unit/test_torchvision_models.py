@@ -59,6 +59,7 @@ def test_weights_fill_all_but_the_head(name: str, head: str, tmp_path: Path, mon
     option.prepare()
     models_of_it = [option.build(classes, (3, 64, 64)) for classes in (1000, 5)]
     old, changed = (model.get_submodule(head) for model in models_of_it)
+    assert len(option.build(1001, (3, 64, 64)).get_submodule(head).bias) == 1001
     for fact in ("kernel_size", "stride", "padding", "in_features"):
         assert getattr(changed, fact, None) == getattr(old, fact, None), fact
     whole, part = (model.state_dict() for model in models_of_it)
@@ -157,6 +158,7 @@ def test_options_of_the_user_reach_the_network_but_for_second_heads() -> None:
         assert (plain.has_usual_size, other.has_usual_size) == (True, False)
         assert (plain.has_published(), other.has_published()) == (True, True)
     assert changed.options == {"image_size": 96}, "they stay what they are"
+    assert not Torchvision(name="resnet50", options={"width_per_group": 1024}).has_usual_size
     for options in ({}, {"aux_logits": True}):
         assert sketch(Torchvision(name="inception_v3", options=options), 2, (3, 299, 299)).AuxLogits is None
         assert sketch(Torchvision(name="googlenet", options=options), 2, (3, 224, 224)).aux1 is None
