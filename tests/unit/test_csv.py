@@ -96,6 +96,7 @@ def test_an_image_counts_once_for_each_line_that_names_it(root: Path, monkeypatc
         relative = CSV(path="list.csv", decode_size=8, skip=len(alias))
         LISTINGS.clear()
         assert levels(relative.train()) == [10] * 4 + [30] * 5
+        assert len({*relative.train().paths}) == 2, "a file has the first of its names in every line"
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])

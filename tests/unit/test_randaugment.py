@@ -299,6 +299,9 @@ def test_colour_changes_are_drawn_as_by_colorjitter_and_by_their_probabilities()
     assert bool(((torch.unique(orders, dim=0, return_counts=True)[1] - 2000).abs() < 180).all())
     for _, amount in drawn[:3]:
         assert ks_2samp(amount, np.linspace(-0.3, 0.3, 12_000)).pvalue > 1e-4
+    kinds = (operations.BRIGHTNESS, operations.CONTRAST, operations.COLOR)
+    strengths = [sum(torch.where(op == kind, amount, 0.0) for op, amount in drawn[:3]) for kind in kinds]
+    assert torch.corrcoef(torch.stack(strengths)).fill_diagonal_(0).abs().max() < 0.05, "each has its own"
     shares = [(op != IDENTITY).float().mean().item() for op, _ in drawn[3:]]
     assert shares == pytest.approx([0.2, 0.1, 0.25], abs=0.015)
     assert [int(op.max()) for op, _ in drawn[3:]] == [operations.COLOR, BLUR, operations.SOLARIZE]

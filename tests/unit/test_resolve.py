@@ -110,6 +110,7 @@ def test_every_path_of_a_data_set_is_the_same_from_another_folder(
     option: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").symlink_to(tmp_path / "where it is now")
     keys = [field.name for field in fields(option) if rule_of(option, field.name) is PATH]
     absolute = resolve._with_absolute_paths(option(**dict.fromkeys(keys, "a/b")))
     for key in keys:

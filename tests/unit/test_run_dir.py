@@ -203,8 +203,8 @@ def test_a_run_that_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
 def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_path: Path, logged: bool) -> None:
     run = begun(tmp_path / "run")
     run.metrics.write_text("")
+    run.lock.write_text("{}")
     if logged:
-        run.lock.write_text("{}")
         run.log.write_text("trained\n")
         run.rank_log(0).write_text("trained\n")
         run.rank_error(0).write_text("a longer, older error")

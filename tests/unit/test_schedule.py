@@ -153,6 +153,7 @@ def test_a_chain_takes_every_step_of_a_run_of_a_few_steps(steps: int) -> None:
         (["constant:50%", "linear:40%"], "expected a length for each part but the last"),
         (["constant:50", "linear:50"], "expected a length for each part but the last"),
         (["constnt:50%", "linear"], "'constnt:50%', expected a schedule before the colon.* Did you mean 'constant'"),
+        (["constnt:50%:final:0.125", "linear"], "expected a schedule before the colon.* Did you mean 'constant'"),
         (["linear:half", "cosine"], "schedule.parts is 'half', expected steps"),
         (["linear:9%:finl:1", "cosine"], "'linear:9%:finl:1': linear.finl is not a key .* Did you mean 'final'"),
         (["linear:9%:final:-1", "cosine"], "linear.final is -1.0, expected a number from 0"),

@@ -78,14 +78,15 @@ def test_a_rank_without_a_part_of_the_batch_has_images_like_the_others(precision
     assert (none.dtype, none.shape[1:], len(none)) == (some.dtype, some.shape[1:], 0)
 
 
-@pytest.mark.parametrize("size", [80, 12])
+@pytest.mark.parametrize("size", [80, 12, [32, 48], [20, 32]])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str) -> None:
+def test_images_are_resized_as_torchvision_does_it(size: Any, interpolation: str) -> None:
     source = CIFAR10(input_size=size)
     batch = images(3, 3, 32, 32)
     how = replace(source.preprocessing, interpolation=interpolation)
     path = replace(transforms(source, precision=FP64()), preprocessing=how)
-    expected = T.resize(batch.double(), [size, size], T.InterpolationMode(interpolation), antialias=True)
+    sides = [*source.input_shape[1:]]
+    expected = T.resize(batch.double(), sides, T.InterpolationMode(interpolation), antialias=True)
     actual = path.eval(batch)
     expected = T.normalize(expected / 255, list(source.mean), list(source.std))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

@@ -19,7 +19,7 @@ from lockstep.diagnostics import verdict
 from lockstep.diagnostics.settings import settings_to_try, tried
 from lockstep.diagnostics.verdict import Advice, checklist, findings
 from lockstep.models import Linear
-from lockstep.strategy import DDP
+from lockstep.strategy import DDP, Strict
 from lockstep.training import dry_run
 from lockstep.training.run_record import Evidence
 
@@ -479,8 +479,9 @@ def test_the_checklist_says_of_each_point_whether_it_is_done(monkeypatch: pytest
     apart = {**small, "job": replace(small["job"], strategy=DDP(sync_batchnorm=False))}
     assert states(**apart, world=of_two)["synchronised batch norm"][1] == "strategy.sync_batchnorm=true"
     assert states(**apart)["synchronised batch norm"][0] == "done"
-    together = {**small, "job": replace(small["job"], strategy=DDP(sync_batchnorm=True))}
-    assert states(**together, world=of_two)["synchronised batch norm"][0] == "done"
+    for strategy in (DDP(sync_batchnorm=True), Strict()):
+        together = {**small, "job": replace(small["job"], strategy=strategy)}
+        assert states(**together, world=of_two)["synchronised batch norm"][0] == "done"
 
 
 def test_a_share_of_the_time_is_in_percent_in_the_checklist() -> None:
