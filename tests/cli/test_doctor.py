@@ -310,6 +310,8 @@ def test_a_folder_that_cannot_be_written_is_told(photos: Path, monkeypatch: pyte
         "error",
         f"{photos.parent} cannot be written (Permission denied): output_root=FOLDER names another",
     )
+    looked_at = [finding.check for finding in examination.folder(photos, 1.0, lambda root: 2.0)]
+    assert looked_at == ["disk", "disk"], "nothing is known of its clock"
 
 
 def test_a_clock_that_differs_from_that_of_the_disk_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from lockstep.config.options import classes_of
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile
+from lockstep.data.datasets.files import FileSplit
 from lockstep.data.transforms.crops import RandomResizedCrop
 from lockstep.data.transforms.policies import RandAugment, ThreeAugment, TrivialAugment
 from lockstep.diagnostics.show import show
@@ -79,12 +80,14 @@ def test_every_channel_is_read_and_resized_as_torchvision_resizes_it_alone(kind:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "BMP"])
-def test_grey_is_pillows_conversion_of_the_decoded_photo(kind: str) -> None:
+def test_grey_is_pillows_conversion_of_the_decoded_photo(kind: str, tmp_path: Path) -> None:
     noise = Image.fromarray(IMAGE[..., :3]).resize((64, 64))
-    noise.save(file := io.BytesIO(), kind)
+    noise.save(file := tmp_path / "noise", kind)
     with Image.open(file) as image:
         expected = np.asarray(image.convert("L"))
-    assert np.array_equal(ImageFile.of(file.getvalue(), 1).stored(preprocessing(64, 64, 1))[0], expected)
+    how = preprocessing(64, 64, 1)
+    assert np.array_equal(ImageFile.of(file.read_bytes(), 1).stored(how)[0], expected)
+    assert np.array_equal(FileSplit([file], torch.tensor([0]), how).fetch([0])[0, 0], expected)
 
 
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1339,6 +1340,8 @@ def test_columns_come_in_the_order_of_their_names_and_the_test_is_the_last(judge
     assert columns_of([]) == ["score"]
     runs = [next(run for run in read_runs(judged_runs) if run.folder.name == name) for name in ("d", "g", "a0")]
     assert columns_of(runs) == ["score", "f1", "test"]
+    more: Any = SimpleNamespace(columns=["top5"])
+    assert columns_of([*runs, more]) == ["score", "f1", "top5", "test"]
 
 
 @pytest.mark.parametrize(
@@ -1535,6 +1538,8 @@ def test_only_a_value_that_is_the_default_of_a_config_is_one(swept: Ledger, tmp_
     }
     waiting = JobRun(swept, Record(number=9, overrides=("seed=0",), folder="009-none"), Monitor())
     assert (setting(waiting, "seed"), setting(waiting, "seed").is_default) == ("0", False), "nothing is known of it"
+    twice = JobRun(swept, Record(number=9, overrides=("seed=2", "seed=1"), folder="009-none"), Monitor())
+    assert setting(twice, "seed") == "1", "the last one wins"
 
 
 def test_chosen_keys_are_columns_alone_and_else_all(tmp_path: Path) -> None:

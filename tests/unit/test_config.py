@@ -750,6 +750,7 @@ def test_the_first_option_that_has_a_key_says_its_default() -> None:
     first = yaml.safe_load((CONF / "schedule" / "exponential.yaml").read_text())["gamma"]
     assert options.usual("schedule", "gamma") == options.default_of_key("schedule.gamma") == first
     assert options.options_with("schedule", "gamma") == ["exponential", "plateau", "step"]
+    assert options.options_with("optimizer", "nesterov") == ["sam", "sgd"], "also where it is off"
     assert options.options_with("schedule", "zzz") == options.options_with("zzz", "gamma") == []
     assert options.usual("zzz", "gamma") is None
 

@@ -182,6 +182,7 @@ def test_training_alone_reads_jpegs_at_a_fraction_of_their_size(crop_from: str, 
     data = Folder(path=str(tmp_path), test_folder="test", decode_size=16, skip=3, crop_from=crop_from)
     splits = data.train(), data.eval(), data.test()
     assert [split.scaled for split in splits] == [True, False, False]
+    assert data.changes == (crop_from == "file"), "another box each time"
     assert [split.skip for split in splits] == [3, 3, 3]
     assert data.read_as(data.train(), data.preprocessing).scaled
     cropped = data.read_as(data.train(), data.preprocessing, Crop(RandomResizedCrop().boxes, seed=0, size=(4, 4)))

@@ -609,6 +609,9 @@ def test_a_target_that_is_no_number_and_no_name_is_refused(target: Any) -> None:
         InputError, match=r"item 0 of the training split has a label of type .*expected the number or"
     ):
         option(Photos(targets=[target] * NUMBER), Photos()).train()
+    many = ConcatDataset([Photos(), Photos(), Photos(), Photos(targets=[*CLASSES[:-1], target])])
+    with pytest.raises(InputError, match=r"item 47 of the training split has a label of type"):
+        option(many, Photos()).train()
 
 
 def test_whole_numbers_for_each_label_are_not_taken_for_the_numbers_of_labels() -> None:

@@ -538,9 +538,8 @@ def test_a_reader_is_waited_for_at_each_piece_but_at_the_first_after_one_that_it
     sizes = iter((2, 4, 0, 1, 2, 0))
     monkeypatch.setattr(terminal, "write_some", write)
     monkeypatch.setattr(terminal, "READER_WAIT_S", 7.0)
+    stream, stuck = SafeStream(lambda: file), list[bool]()
     with (tmp_path / "out").open("w", encoding="utf-8") as file, terminal.impatient():
-        stream = SafeStream(lambda: file)
-        stuck = []
         for text in ("abécdef", "xyz", "", "last"):
             assert stream.write(text) == len(text)
             stuck.append(stream.is_stuck)
