@@ -115,6 +115,12 @@ def test_the_page_is_told_what_the_model_is(server: DemoServer, channels: int, p
     }
 
 
+def test_a_model_that_is_its_class_has_no_name(server: DemoServer) -> None:
+    server.predictor = Predicts(model={"_target_": "mine.nets.Net", "width": 8})  # type: ignore[assignment]
+    about = json.loads(asked(server, "GET /model")[1])
+    assert (about["model"], about["name"]) == ("Net", None)
+
+
 @pytest.mark.parametrize("request_line", ["GET /predict", "POST /", "POST /model", "GET /x", "HEAD /"])
 def test_there_is_no_other_page(server: DemoServer, request_line: str) -> None:
     with pytest.raises(Refused) as caught:

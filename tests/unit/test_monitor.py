@@ -127,6 +127,11 @@ def test_the_usual_monitor_of_each_task_is_a_figure_of_it() -> None:
         assert Monitor.parse(cls.monitor).name in (*cls.counted, *own)
 
 
+@pytest.mark.parametrize("typed", ["mae", "-mae"])
+def test_a_metric_of_the_task_that_falls_is_monitored_as_one_however_it_is_typed(typed: str) -> None:
+    assert resolved("dataset=fake", "device=cpu", "task=regression", f"monitor={typed}").monitor == "-mae"
+
+
 def test_a_metric_that_the_user_chooses_replaces_the_one_of_its_name_that_the_task_has() -> None:
     for cls in classes_of("task").values():
         own, added = components.metrics_of(cls, {}), {"more": METRICS["theirs"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_the_score_of_the_raw_weights_is_kept_beside_the_score_of_the_average() 
     assert trainer.progress.score == trainer.progress.best == pytest.approx(ACCURACY[COMMON])
     figures = {name: value for name, value in trainer.telemetry.figures[1].items() if name.endswith("top1")}
     assert figures == pytest.approx({"acc/val_top1": ACCURACY[RARE], "acc/val_ema_top1": ACCURACY[COMMON]})
+
+
+def test_an_average_is_evaluated_with_statistics_that_have_just_been_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = list[str]()
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    average = EMA(model, 0.9)
+    average.n_averaged += 1
+    average.norms, average.images = [(average.module[0], model[0])], 2
+    monkeypatch.setattr(average, "renew_statistics", lambda *_: events.append("renewed"))
+    average.module.register_forward_hook(lambda *_: events.append("evaluated"))
+    trainer_of(model, World.solo(), ema=average).evaluate(1)
+    assert [event for event, _ in groupby(events)] == ["renewed", "evaluated"]
 
 
 def test_a_resume_gives_the_schedule_the_gains_of_the_evaluations_that_had_a_score() -> None:
