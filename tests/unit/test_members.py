@@ -312,6 +312,10 @@ def test_a_saved_table_is_read(saved: Path, tmp_path: Path) -> None:
         ({"train_split": "fit"}, "train_split is 'fit', but .* has 'train', 'validation'"),
         ({"image_column": "img"}, "image_column is 'img', but the table .* has 'image', 'label'"),
         ({"image_column": "label"}, "image_column is 'label', which holds ClassLabel.*, expected images"),
+        (
+            {"image_column": "label", "label_column": "image"},
+            "image_column is 'label', which holds ClassLabel.*, expected images",
+        ),
     ],
 )
 def test_what_a_saved_table_does_not_have_is_named(saved: Path, keys: dict[str, object], sentence: str) -> None:

@@ -150,6 +150,15 @@ def test_a_folder_of_the_user_is_no_run_folder(tmp_path: Path) -> None:
         lock_run_folder(tmp_path, lock)
 
 
+@pytest.mark.parametrize("names", [[], ["config.yaml"]], ids=str)
+def test_a_folder_in_which_no_run_has_begun_is_for_a_new_one(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with closing(Lock()) as lock:
+        lock_run_folder(tmp_path, lock)
+        assert lock.path == RunDir(tmp_path).lock
+
+
 @pytest.mark.parametrize("content", ["precious", "[1]", "{}"])
 def test_a_lock_of_another_program_is_refused_and_stays(path: Path, content: str) -> None:
     path.write_text(content)
