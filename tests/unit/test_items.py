@@ -318,6 +318,26 @@ def test_targets_of_each_kind(kind: str) -> None:
     assert option(Photos(targets=own), Photos(targets=own), targets=targets).train().labels.tolist() == expected
 
 
+@pytest.mark.parametrize("names", [("a", "b", "a"), ("x", "cafe\u0301", "caf\u00e9")])
+def test_two_classes_of_the_same_name_are_refused_and_not_made_one(names: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as raised:
+        option(Photos(), Photos(), names=names).train()
+    first = 0 if names[0] == "a" else 1
+    assert str(raised.value) == (
+        f"dataset: {names[2]!r} is the name of number {first} and of number 2; give each a name of its own"
+    )
+    own: Any = Photos()
+    own.classes = [*names]
+    for source in (option(own, own), lockstep.dataset(Photos(), Photos(), targets="classes", classes=names)):
+        with pytest.raises(InputError, match="of number 2; give each a name of its own"):
+            source.train()
+
+
+def test_names_in_unicodes_decomposed_form_are_those_that_look_the_same() -> None:
+    source = option(Photos(), Photos(), names=("a", "cafe\u0301", "c"))
+    assert (source.class_names, source.train().labels.tolist()) == (("a", "caf\u00e9", "c"), CLASSES)
+
+
 def test_targets_that_fit_no_class_name_the_item() -> None:
     with pytest.raises(InputError, match="item 2 of the training split has the label 2, expected 0 to 1"):
         option(Photos(), Photos(), names=("a", "b")).train()

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.core.data_protocols import SPLIT_NAMES
-from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.errors import BrokenImage, InputError, shown
 from lockstep.core.fields import choice, pixels, ranged
-from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS
+from lockstep.core.model_card import LABELS, MOST_CHANNELS, TARGETS, class_name
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.composed import called, groups_of, names_in, stored_targets
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, Pixels
@@ -214,7 +214,8 @@ class DatasetOption(FileSource):
 
     def list_files(self) -> dict[str, Files]:
         splits = self._items()
-        names = tuple(map(str, self.names)) or names_in(splits["train"].dataset)
+        names = tuple(class_name(str(name)) for name in self.names or names_in(splits["train"].dataset))
+        check_different(names)
         targets = {name: items.targets(self.targets, names) for name, items in splits.items()}
         if not names:
             column = self.targets.removesuffix("s")
@@ -223,6 +224,17 @@ class DatasetOption(FileSource):
 
     def _split(self, files: Files) -> ItemSplit:
         return ItemSplit(files, files.labels, self.preprocessing, self.skip, alike=self.decode_size is None)
+
+
+def check_different(names: Sequence[str]) -> None:
+    """Raise InputError if two classes, labels or values have the same name: their examples would be mixed up."""
+    first = {name: number for number, name in reversed([*enumerate(names)])}
+    for number, name in enumerate(names):
+        if first[name] != number:
+            raise InputError(
+                f"dataset: {shown(name)} is the name of number {first[name]} and of number {number}; give each a "
+                "name of its own"
+            )
 
 
 def _plain(target: Any) -> Any:
