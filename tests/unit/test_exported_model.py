@@ -421,6 +421,8 @@ def test_what_is_said_of_other_channels_and_of_sizes_of_two_sides(digits: Predic
     oblong = replace(digits.card, image_shape=(3, 64, 40), input_shape=(3, 56, 35), eval_crop=0.875)
     assert exporting.timm_share(oblong) == 0.875
     assert exporting.timm_share(replace(oblong, image_shape=(3, 64, 41))) is None
+    longer = replace(oblong, image_shape=(3, 65, 41), eval_crop=0.86)  # of which 56 and 35 are 0.862 and 0.854
+    assert exporting.timm_share(longer) == pytest.approx(35 / 41, rel=1e-12)
 
 
 CARD = """---

@@ -458,6 +458,24 @@ def test_a_rank_whose_number_another_process_has_is_refused(monkeypatch: pytest.
             attach._arrive(store, attach.ONLY)
 
 
+def test_of_two_processes_of_one_number_that_come_at_once_the_second_to_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch, store: TCPStore
+) -> None:
+    def after_another(write: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*words: str) -> Any:
+            store.compare_set(key, "", json.dumps([addresses.machine(), 7, 2]))
+            return write(*words)
+
+        return late
+
+    as_rank(monkeypatch, 1, store.port)
+    key = attach.ARRIVED.format(attach.ONLY, 1)
+    writing = {"compare_set": after_another(store.compare_set), "set": after_another(store.set)}
+    seen: Any = SimpleNamespace(check=store.check, get=store.get, **writing)
+    with pytest.raises(InputError, match=rf"RANK=1 was given to two processes, 7 and {os.getpid()}; give each"):
+        attach._arrive(seen, attach.ONLY)
+
+
 def test_a_rank_of_another_job_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: TCPStore
 ) -> None:

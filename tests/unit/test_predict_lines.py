@@ -31,11 +31,11 @@ def table(targets: str, *answers: tuple[str, list[Any]], names: tuple[str, ...] 
 
 
 def test_a_table_has_columns_and_the_number_of_images_of_each_class() -> None:
-    lines = table("classes", ("a.png", [CAT, DOG]), ("日本.png", [DOG, CAT]), ("a\nb.png", [DOG, OWL]))
+    lines = table("classes", ("a.png", [CAT, DOG]), ("日本.png", [DOG, CAT]), ("\n\x1b.p", [DOG, OWL]))
     assert lines == [
         "a.png     cat  91.0 %  dog   8.5 %",
         "日本.png  dog   8.5 %  cat  91.0 %",
-        r"a\nb.png  dog   8.5 %  owl   0.5 %",
+        r"\n\x1b.p  dog   8.5 %  owl   0.5 %",
         "3 images: 2 dog, 1 cat",
     ]
     assert table("classes", ("a.png", [OWL]))[-1] == "1 image: 1 owl"
