@@ -976,6 +976,12 @@ def test_what_a_link_in_a_run_leads_to_is_not_of_its_size(tmp_path: Path, capsys
     assert row["size"] == before["size"] + len(str(tmp_path / "large")) + len(str(tmp_path / "gone"))
 
 
+def test_runs_behind_a_link_have_their_names_below_it(tmp_path: Path, capsys: CAPSYS) -> None:
+    run(tmp_path / "disk" / "a", score=1.0)
+    (tmp_path / "outputs").symlink_to(tmp_path / "disk")
+    assert [row["name"] for row in listed(capsys, tmp_path / "outputs")] == ["a"]
+
+
 def test_a_sweep_began_when_its_first_job_did(swept: Ledger, capsys: CAPSYS) -> None:
     for record, started in zip(swept.records(), (0.0, 7200.0, 3600.0), strict=False):
         swept.write(replace(record, started=started))

@@ -545,25 +545,37 @@ def test_a_model_is_compared_on_the_evaluation_split_of_its_run(
     assert splits == [(digits, run, (), "val")]
 
 
-@pytest.mark.parametrize(("side", "crops"), [(7, True), (8, False), (9, False)])
+@pytest.mark.parametrize(
+    ("sides", "crops"), [((7, 5), True), ((8, 5), False), ((9, 5), False), ((5, 7), True), ((5, 9), False)]
+)
 def test_an_exported_model_takes_what_the_evaluation_sees_where_that_is_smaller(
     digits: Predictor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    side: int,
+    sides: tuple[int, int],
     crops: bool,
 ) -> None:
     exported_models: list[Any] = []
-    card = replace(digits.card, input_shape=(1, side, 5), eval_crop=0.875)
+    card = replace(digits.card, input_shape=(1, *sides), eval_crop=0.875)
     predictor = replace(digits, card=card, transforms=replace(digits.transforms, preprocessing=card))
     without_reading(monkeypatch, tmp_path / "w.safetensors", lambda file, **how: predictor)
     monkeypatch.setattr(exporting, "write_export", lambda *words, **_: exported_models.append(words) or 0.0)
     exporting.export("w", [], kind="torch", pixels="uint8", out=None)
     ((model, stored, _),) = exported_models
-    assert stored.shape == (64, 1, *((side, 5) if crops else (8, 8)))
-    assert f"uint8 pixels of shape batch x {f'1x{side}x5' if crops else '1x8x8'} to" in capsys.readouterr().out
+    height, width = sides if crops else (8, 8)
+    assert stored.shape == (64, 1, height, width)
+    assert f"uint8 pixels of shape batch x 1x{height}x{width} to" in capsys.readouterr().out
     assert model.transforms.preprocessing.eval_crop == (1.0 if crops else 0.875)
+
+
+def test_an_onnx_file_is_computed_on_the_cpu_as_the_model_that_it_is_compared_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    onnxruntime, opened = pytest.importorskip("onnxruntime"), list[Any]()
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda path, **options: opened.append((path, options)))
+    exporting.EXPORT_FORMATS["onnx"].read(Path("model.onnx"))
+    assert opened == [(Path("model.onnx"), {"providers": ["CPUExecutionProvider"]})]
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])

@@ -171,6 +171,14 @@ def test_a_batch_that_nobody_typed_is_at_most_the_split_and_has_its_own_rate(
     assert (note in capsys.readouterr().err) is is_smaller
 
 
+def test_the_plan_of_a_run_has_the_batch_that_fits_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    monkeypatch.setattr(prepare.forking, "keep_one_thread", lambda: None)
+    monkeypatch.setattr(prepare, "check_resumable", lambda own, job, plan: batches.append(plan.batch))
+    job = prepare.prepare(resume_of(*SMALL, "dataset.examples=30"))
+    assert (job.batch, batches) == (30, [30])
+
+
 @pytest.mark.parametrize("sweep", [True, False])
 def test_a_job_is_resolved_with_the_checkpoint_that_it_resumes(sweep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []

@@ -119,7 +119,7 @@ def test_a_run_has_its_costs_however_it_ends(outcome: Any, tmp_path: Path) -> No
 
 
 def test_a_cost_without_a_number_counts_nothing(tmp_path: Path) -> None:
-    RunDir(tmp_path).summary.write_text(json.dumps({"spent": {"usd": None, "gpu_hours": 2.0}}))
+    RunDir(tmp_path).summary.write_text(json.dumps({"spent": {"usd": None, "gpu_hours": 2}}))
     resumed = spending(tmp_path)
     resumed.began -= 3600
     assert resumed.so_far() == pytest.approx({"hours": 1.0, "gpu_hours": 4.0, "kwh": 2.0, "usd": 6.0}, rel=1e-3)

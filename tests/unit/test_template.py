@@ -98,3 +98,12 @@ def test_the_tests_of_a_new_project_fail_where_their_run_does(
         train(tmp_path)
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
     assert train(tmp_path) == {"steps": 10}
+
+
+@pytest.mark.usefixtures("project")
+def test_the_two_runs_that_a_new_project_compares_have_folders_of_their_own(tmp_path: Path) -> None:
+    compare = runpy.run_path(str(TEMPLATE / "tests" / "test_my_project.py"))["test_two_ranks_train_as_one_does"]
+    objectives = dict[Path, int]()
+    compare.__globals__["train"] = lambda folder, *_: {"objective": objectives.setdefault(folder, len(objectives))}
+    with pytest.raises(AssertionError):
+        compare(tmp_path)

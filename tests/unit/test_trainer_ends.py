@@ -104,6 +104,9 @@ def test_a_resume_gives_the_schedule_the_gains_of_the_evaluations_that_had_a_sco
     for step, rate in ((4, 0.5), (5, 0.25)):  # the loss of step 4 is no better
         trainer.step.set_learning_rate(step)
         assert trainer.step.state.optimizer.param_groups[0]["lr"] == rate
+    trainer.progress.step = 5
+    trainer.judge({"loss": 2.0})
+    assert trainer.step.scores[2:] == [(5, -2.0)]
 
 
 class Keeping(Silent):
