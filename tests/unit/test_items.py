@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 from torchvision import datasets
@@ -318,19 +319,39 @@ def test_targets_of_each_kind(kind: str) -> None:
     assert option(Photos(targets=own), Photos(targets=own), targets=targets).train().labels.tolist() == expected
 
 
-@pytest.mark.parametrize("names", [("a", "b", "a"), ("x", "cafe\u0301", "caf\u00e9")])
-def test_two_classes_of_the_same_name_are_refused_and_not_made_one(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "first", "own"),
+    [
+        (("a", "b", "a"), 0, ("a (0)", "b", "a (2)")),
+        (("x", "cafe\u0301", "caf\u00e9"), 1, ("x", "caf\u00e9 (1)", "caf\u00e9 (2)")),
+    ],
+)
+def test_two_classes_of_the_same_name_are_not_made_one(
+    names: tuple[str, ...], first: int, own: tuple[str, ...]
+) -> None:
     with pytest.raises(InputError) as raised:
         option(Photos(), Photos(), names=names).train()
-    first = 0 if names[0] == "a" else 1
     assert str(raised.value) == (
         f"dataset: {names[2]!r} is the name of number {first} and of number 2; give each a name of its own"
     )
-    own: Any = Photos()
-    own.classes = [*names]
-    for source in (option(own, own), lockstep.dataset(Photos(), Photos(), targets="classes", classes=names)):
-        with pytest.raises(InputError, match="of number 2; give each a name of its own"):
-            source.train()
+    with pytest.raises(InputError, match="of number 2; give each a name of its own"):
+        lockstep.dataset(Photos(), Photos(), targets="classes", classes=names).train()
+    photos: Any = Photos()
+    photos.classes = [*names]
+    source = option(photos, photos)
+    assert (source.class_names, source.train().labels.tolist()) == (own, CLASSES)
+
+
+def test_the_two_cranes_of_imagenet_stay_two_classes(tmp_path: Path) -> None:
+    words = {"n01": ("tench", "Tinca tinca"), "n02": ("crane",), "n03": ("maillot",), "n04": ("crane",)}
+    torch.save((words, []), tmp_path / "meta.bin")
+    for number, folder in enumerate(words):
+        (tmp_path / "train" / folder).mkdir(parents=True)
+        Image.fromarray(IMAGES[number]).save(tmp_path / "train" / folder / "a.JPEG")
+    photos = torchvision.datasets.ImageNet(tmp_path, split="train")
+    source = option(photos, photos)
+    assert source.class_names == ("tench, Tinca tinca", "crane (1)", "maillot", "crane (3)")
+    assert source.train().labels.tolist() == [0, 1, 2, 3]
 
 
 def test_names_in_unicodes_decomposed_form_are_those_that_look_the_same() -> None:

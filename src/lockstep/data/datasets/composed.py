@@ -1,6 +1,7 @@
 """What a Dataset of torch says of its targets, classes and groups, also one composed of others."""
 
 import bisect
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.model_card import class_name
 
 TARGET_NAMES = ("targets", "labels", "label", "target")  # in items that are mappings, and as attributes of a Dataset
 
@@ -83,7 +85,8 @@ def groups_of(dataset: Any) -> list[str] | None:
 def names_in(dataset: Any) -> tuple[str, ...]:
     """The names of the classes that a Dataset has, as torchvision's and Hugging Face's have them.
 
-    Empty without, or if the parts of a composed one have different ones.
+    Empty without, or if the parts of a composed one have different ones. Where several classes have one name, as the
+    two cranes of ImageNet, each has its number behind it.
     """
     first, *others = dict.fromkeys(map(_names_of_one, sources(dataset)))
     return () if others else first
@@ -93,4 +96,8 @@ def _names_of_one(dataset: Any) -> tuple[str, ...]:
     features = getattr(dataset, "features", None) or {}
     of_features = [getattr(features[key], "names", None) for key in TARGET_NAMES if key in features]
     names = next(filter(None, of_features), None) or getattr(dataset, "classes", ())
-    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+    if not isinstance(names, list | tuple):
+        return ()
+    texts = [class_name(", ".join(map(str, name)) if isinstance(name, tuple) else str(name)) for name in names]
+    count = Counter(texts)
+    return tuple(f"{text} ({number})" if count[text] > 1 else text for number, text in enumerate(texts))

@@ -214,7 +214,7 @@ class DatasetOption(FileSource):
 
     def list_files(self) -> dict[str, Files]:
         splits = self._items()
-        names = tuple(class_name(str(name)) for name in self.names or names_in(splits["train"].dataset))
+        names = tuple(class_name(str(name)) for name in self.names) or names_in(splits["train"].dataset)
         check_different(names)
         targets = {name: items.targets(self.targets, names) for name, items in splits.items()}
         if not names:
