@@ -212,7 +212,7 @@ def test_the_test_ends_before_an_average_above_four_times_the_lowest(losses: lis
     assert calls.count(1) == steps, "the progress is that of the steps that count"
 
 
-@pytest.mark.parametrize("losses", [[1.0, math.nan], [math.nan], [1.0, 99.0]])
+@pytest.mark.parametrize("losses", [[1.0, math.nan], [math.nan], [math.inf], [1.0, 99.0]])
 def test_a_loss_that_explodes_at_once_is_refused(losses: list[float]) -> None:
     with pytest.raises(InputError, match=r"lr-find: the loss explodes at 0\.5 already; use a lower --low"):
         range_test(parts_of(losses, []), 3, 0.5, 1.0, lambda number: None)

@@ -162,11 +162,15 @@ def test_the_file_beside_an_exported_model_prepares_photos_like_predict(
 def test_the_file_beside_an_exported_model_resizes_noise_in_the_order_of_predict(
     card: ModelCard, tmp_path: Path, size: tuple[int, int], fit: str
 ) -> None:
-    """Values that are cut off after the first of two directions differ by the order of these."""
+    """Values that are cut off after the first of two directions differ by the order of these.
+
+    A smaller input is resized once more, from whole numbers to values beyond black and white.
+    """
     noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
-    shape = {"image_shape": (3, 80, 90), "input_shape": (3, 80, 90), "eval_crop": 1.0}
-    assert_alike(replace(card, interpolation="bicubic", fit=fit, **shape), [tmp_path / "noise.png"])
+    for seen in ((80, 90), (60, 70)):
+        shape = {"image_shape": (3, 80, 90), "input_shape": (3, *seen), "eval_crop": 1.0}
+        assert_alike(replace(card, interpolation="bicubic", fit=fit, **shape), [tmp_path / "noise.png"])
 
 
 @pytest.mark.parametrize("fit", CROP_MODES)

@@ -521,6 +521,14 @@ def test_a_component_takes_true_and_false_alone_and_says_what_it_has() -> None:
         InputError, match=r"^optimizer\.nesterov is 2, expected true or false: optimizer\.nesterov=true$"
     ):
         components.build("optimizer", {**node, "nesterov": 2})
+    with pytest.raises(InputError) as refused:
+        components.build("optimizer", {**node, "momentum": -1, "nesterov": 2, "decay_all": 3})
+    momentum, *switches = str(refused.value).splitlines()
+    assert momentum.startswith("optimizer.momentum is -1")
+    assert switches == [
+        f"optimizer.{key} is {value}, expected true or false: optimizer.{key}=true"
+        for key, value in (("nesterov", 2), ("decay_all", 3))
+    ]
     with pytest.raises(InputError, match=r"^precision\.x is not a key of precision=fp32; it has none\.$"):
         components.build("precision", {"_target_": "lockstep.precision.FP32", "x": 1})
     kinds = [components.build("precision", {"_target_": f"lockstep.precision.{name}"}) for name in ("FP32", "FP64")]
@@ -791,6 +799,20 @@ def test_classes_of_another_process_are_declared_under_its_names() -> None:
     assert options.classes_of("metric")["of_theirs"] is SGD
     options.declare({("metric", "of_theirs"): F1})
     assert options.classes_of("metric")["of_theirs"] is F1, "also where the group has been asked for before"
+
+
+@pytest.mark.usefixtures("_declared_here")
+def test_a_class_that_is_declared_again_is_built_instead_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.config.extensions.import_extension", lambda module: True)
+    for _ in range(2):
+
+        @option("model", "again")
+        class Again:
+            width: int = 3
+
+            def build(self, *_: object) -> Any: ...
+
+        assert type(components.build("model", options.default_node("model", Again))) is Again
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -148,9 +148,11 @@ def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(AdamW, "build", kept(AdamW.build))
     monkeypatch.setattr(averages, "EMA", kept(averages.EMA))
-    dry_run_step(resolved("train.ema=0.9"), World.solo(), 2)()
+    done: Any = dry_run_step(resolved("train.ema=0.9"), World.solo(), 2)()
     average, optimizer = parts
-    assert all(optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert all(optimizer.state[parameter] for parameter in parameters)
+    assert sum(bucket.nbytes for bucket in done[1]) == sum(parameter.nbytes for parameter in parameters)
     assert average.n_averaged == 1
 
 

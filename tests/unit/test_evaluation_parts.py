@@ -93,6 +93,8 @@ def test_labels_are_counted_above_a_half_and_values_for_all_images() -> None:
         broken = replace(part(shares, shares), whole=torch.tensor([True, True, False]))
         fewer = Evaluation(card(targets, "cat", "dog/big"), [broken], {}, by_output).rows
         assert [row["images"] for row in fewer] == ([0, 2] if targets == "labels" else [2, 2])
+        folds = Evaluation(card(targets, "cat", "dog/big"), [part(shares, shares), broken], {}, by_output).rows
+        assert [row["images"] for row in folds] == ([1, 4] if targets == "labels" else [5, 5])
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,14 @@ def test_a_refused_query_loses_its_own_figures_only(nvml: FakeNvml, gpus: Callab
             assert part.joules is None or part.joules >= 0, "what was counted stays"
 
 
+def test_a_gpu_of_which_one_query_is_answered_has_its_figure(nvml: FakeNvml, gpus: Callable[..., Gpus]) -> None:
+    part = gpus()
+    for query, figures in FIGURES.items():
+        if query.startswith("nvmlDeviceGet") and figures:
+            nvml.refused = dict.fromkeys(FIGURES.keys() - {query}, pynvml.NVML_ERROR_NOT_SUPPORTED)
+            assert set(part.sample(1)) == {f"gpu/{name}/0" for name in figures}
+
+
 def test_a_gpu_of_which_nothing_is_answered_is_lost(nvml: FakeNvml, gpus: Callable[..., Gpus]) -> None:
     part = gpus()
     nvml.refused = dict.fromkeys(FIGURES, pynvml.NVML_ERROR_GPU_IS_LOST)

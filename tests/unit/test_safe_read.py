@@ -286,9 +286,10 @@ def test_json_has_the_limit_and_the_links_that_its_reader_allows(tmp_path: Path)
         read_json(tmp_path / "link", safe_read.MB)
 
 
-def test_files_that_name_each_class_may_be_longer_than_a_text(tmp_path: Path) -> None:
+def test_files_that_name_each_class_or_have_each_loss_may_be_longer_than_a_text(tmp_path: Path) -> None:
     name = "x" * safe_read.MOST_TEXT_BYTES
-    facts = {"identity": {"name": name}, "progress": {"step": 1}}
+    losses = [0.5] * 400_000  # 2 MB: one of each micro-batch since the last log point
+    facts = {"identity": {"name": name}, "progress": {"step": 1, "losses": losses}}
     (checkpoint := tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     (checkpoint / "facts.json").write_text(json.dumps(facts))
     (checkpoint / "model.safetensors").touch()
