@@ -169,6 +169,7 @@ def test_data_parallel_cuts_a_micro_batch_over_its_gpus(monkeypatch: pytest.Monk
     assert batch_norm_counts(DataParallel(), 5, 1, 1) == {5}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert batch_norm_counts(DataParallel(), 5, 1, 1) == {2, 1}
+    assert batch_norm_counts(DataParallel(), 6, 1, 1) == {2}, "a fourth GPU would have none"
     assert batch_norm_counts(DataParallel(), 16, 1, 2) == {2}
 
 
