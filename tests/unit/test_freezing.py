@@ -102,6 +102,17 @@ def test_layers_that_are_frozen_for_good_are_counted_and_switched_by_no_step() -
     assert [parameter.requires_grad for parameter in model.parameters()] == [False] * 4 + [True] * 2
 
 
+@pytest.mark.parametrize(("until", "frozen"), [(None, [1, 2, 3]), (0, []), (1, [1]), (2, [1, 2])])
+def test_a_share_of_a_short_run_freezes_no_step_and_no_last_step_is_the_end(
+    until: int | None, frozen: list[int]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    freezing = Freezing.of(model, frozen_names(model, ["0"]), until=until)
+    for step in (1, 2, 3):
+        freezing.freeze_for(step)
+        assert freezing.frozen(step) == (not model[0].weight.requires_grad) == (step in frozen)
+
+
 def test_a_layer_that_is_thawed_counts_as_frozen_though_it_never_was_trained() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)

@@ -80,7 +80,7 @@ def test_each_moment_comes_at_its_step_whether_an_evaluation_is_the_best_or_not(
     ends = ("evaluation_start", "evaluation_end", "epoch_end")
     assert watch.moments == [("run_start", 0), *epoch(1, *ends), *epoch(3, *ends), ("run_end", 4)]
     assert [event[:2] for event in events if event[0] == "eval"] == [("eval", 2), ("eval", 4)]
-    assert events[0] == ("eval", 2, True), "the first one is the best so far"
+    assert events[:2] == [("eval", 2, True), ("save", 2, True)], "the first one is the best so far"
 
 
 def test_callbacks_take_none_of_a_steps_calls_from_its_listener() -> None:

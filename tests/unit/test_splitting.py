@@ -724,7 +724,10 @@ def test_data_sets_of_the_same_files_are_listed_once_however_they_are_read(tmp_p
         ImageNet(path=str(tmp_path), train_folder="auto", val_folder="auto", crop_from="square"),
         *(
             Folder(path=str(tmp_path), **options)  # type: ignore[arg-type]
-            for options in ({"val_share": 0.5}, {"limit": 5}, {"test_folder": "x"}, {"group_pattern": "y"})
+            for options in (
+                *({"val_share": 0.5}, {"limit": 5}, {"test_folder": "x"}, {"group_pattern": "y"}),
+                {"test_folder": "None"},
+            )
         ),
     ]
     assert len({source.place for source in (usual, *different)}) == 1 + len(different)
