@@ -418,6 +418,8 @@ def test_each_job_for_another_machine_is_noted() -> None:
         checkup.examine_job(number, (*JOB, "dataset=fake", "launcher=slurm", f"seed={number}"), sweep=True)
     noted = {item.check: jobs for item, jobs in checkup.findings.items() if item.level == Level.warning}
     assert noted["devices"] == [0, 1]
+    checks = [item.check for item in checkup.findings]
+    assert (checks.count("devices"), {"port", "step"} & {*checks}) == (1, set()), "nothing of this machine"
 
 
 @pytest.mark.parametrize("submits", [True, False])

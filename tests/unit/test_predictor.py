@@ -765,6 +765,7 @@ def test_a_precision_that_the_device_lacks_is_float32_where_the_weights_are(
     own = BF16() if usable else BF16Pure()
     assert own.storage is storage
     monkeypatch.setattr(trained.components, "build_stored", lambda group, node: own)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # which the model is not on
     card: Any = read_card(digits.weights)
     assert trained._precision(card, torch.device("cpu")) is own
     monkeypatch.setattr(type(own), "check", refuse)
