@@ -879,6 +879,13 @@ def test_a_reference_to_nothing_is_named_by_its_key_and_a_value_that_is_missing_
         composition.to_dict(OmegaConf.create(values))
 
 
+def test_the_keys_of_all_dictionaries_are_texts_as_in_the_files_of_runs() -> None:
+    values = composed()
+    values["train"]["sizes"] = values["model"]["options"] = {0: {1: 2}}
+    plain = composition.to_dict(OmegaConf.create(values))
+    assert plain["train"]["sizes"] == plain["model"]["options"] == {"0": {"1": 2}}
+
+
 class FirstOfTwo:
     def build(self, *_: object) -> Any: ...
 

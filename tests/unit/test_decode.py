@@ -218,6 +218,7 @@ def test_a_file_that_is_read_in_pieces_is_whole(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 3), offset))
     assert read_part(tmp_path / "a") == content
     assert read_part(tmp_path / "a", 5, 20) == content[5:25]
+    assert read_part(tmp_path / "a", 5, 0) == b"", "an empty file of an archive"
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -653,6 +653,16 @@ def test_predictions_are_kept_with_their_share_their_odds_and_their_loss() -> No
     assert torch.equal(values, logits)
 
 
+def test_the_share_of_a_prediction_is_that_of_the_class_that_the_task_predicts() -> None:
+    of: Any = SimpleNamespace(targets="classes", probabilities="softmax", classes=3)
+    observer = scoring.Predicted(of, World.solo(), lambda images: None)
+    logits, labels = torch.tensor([[3.0, 2.0, 0.0], [0.0, 1.0, 5.0]]), torch.tensor([0, 1])
+    observer.update(EvaluationBlock(logits, logits, torch.tensor([[1, 0, 2], [2, 1, 0]]), labels, torch.zeros(2), 0))
+    predicted, shares, _ = observer.part(part(labels).split, 1, {}).answers
+    assert predicted.tolist() == [1, 2]
+    assert torch.equal(shares, logits.softmax(1)[[0, 1], [1, 2]])
+
+
 def test_main_alone_keeps_the_predictions_of_all_ranks_in_the_order_of_the_split(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,6 +13,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from scipy.stats import ks_2samp
 from timm.data import auto_augment as timm
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import transforms as T
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
@@ -145,6 +146,26 @@ def test_the_contrast_of_a_large_image_is_that_to_its_mean() -> None:
     white = torch.full((1, 1, 2048, 4128), 255, dtype=torch.uint8)
     numbers = torch.tensor([operations.CONTRAST]), torch.tensor([-0.5], dtype=torch.float64)
     assert (operate(white, *numbers, "nearest") == 255).all()
+
+
+@pytest.mark.parametrize(("sides", "dtype"), [((4093, 4094), torch.float32), ((4094, 4094), torch.float64)])
+def test_places_in_an_image_are_counted_in_a_format_that_has_them_all(
+    sides: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """With its frame of a pixel the larger one has 2^24 pixels, and float32 has no odd number beyond."""
+    dtypes: list[torch.dtype] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.round_.default:
+                dtypes.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watched(), torch.device("meta"):
+        images = torch.empty(1, 1, *sides, dtype=torch.uint8)
+        moved = geometry.moved(images, torch.empty(1), torch.empty(1), (0,))
+    assert moved.shape == images.shape
+    assert dtypes == [dtype] * 2
 
 
 def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
