@@ -431,6 +431,7 @@ def test_a_job_for_other_machines_is_taken_for_one_rank_here(submits: bool) -> N
     here = ("Inline", 1, "Single") if submits else ("Spawn", 8, "DDP")
     assert (type(job.launcher).__name__, job.launcher.ranks, type(job.strategy).__name__) == here
     assert resume.overrides == words
+    assert resume.values["launcher"]["ranks"] == here[1], "however many GPUs are here"
 
 
 def test_the_exit_code_says_whether_a_run_would_start(photos: Path) -> None:

@@ -105,6 +105,10 @@ def test_the_blank_example_is_like_the_others_and_the_network_trains_on_behind_i
         assert seen.float().std() > 0.1, "a network may divide by it"
         assert torch.equal(keys, torch.zeros(1, 2, dtype=torch.int64))
         assert (network.norm.training, network.norm.blank, network.norm.num_batches_tracked) == (True, False, 0)
+    one = torch.ones(1, 2, dtype=torch.int64)
+    assert wrapped(IMAGES[:1], one).shape == (1, 3)
+    assert all(map(torch.equal, network.seen.pop(), (IMAGES[:1], one))), "one example is not none"
+    assert network.norm.num_batches_tracked == 1
     network.norm.eval()  # frozen
     wrapped(IMAGES[:0], torch.ones(0, 2, dtype=torch.int64))
     assert not network.norm.training

@@ -68,7 +68,7 @@ from lockstep.records.runs import (
 from lockstep.records.tables import _difference, column_of_figure, columns_of_keys, errors_of, job_numbers
 from lockstep.report.compare import causes, compare
 from lockstep.report.report import report
-from lockstep.report.runs import _fits, runs
+from lockstep.report.runs import _fits, list_runs, runs
 from lockstep.report.sweep_page import sweep_page
 from lockstep.report.watch import watch
 from lockstep.telemetry.loggers import TensorBoard
@@ -580,6 +580,15 @@ def test_the_runs_and_sweeps_of_a_folder_are_listed(swept: Ledger, capsys: CAPSY
     assert "sweeps/one" in table(capsys)
     runs(str(outputs), sort="when", filters=["score>99"], form="table")
     assert table(capsys) == "no run fits score>99\n"
+    runs(str(outputs / "a"), sort="when", filters=["state=failed"], form="table")
+    assert table(capsys) == "no run fits state=failed\n", "also of a single run"
+
+
+def test_a_listing_of_several_sweeps_has_the_keys_of_all_of_them(swept: Ledger) -> None:
+    outputs = swept.folder.parent.parent
+    sweep(outputs / "sweeps" / "two", {("batch=8",): 1.0, ("batch=16",): 2.0})
+    _, shown, _ = list_runs(outputs)
+    assert sorted(shown.keys) == ["batch", "optimizer.lr", "seed"]
 
 
 def test_a_job_after_the_first_thousand_has_its_number(swept: Ledger, capsys: CAPSYS) -> None:

@@ -518,6 +518,7 @@ def test_a_run_says_how_many_epochs_its_steps_are(
 @pytest.mark.parametrize(
     ("steps", "step", "position"),
     [
+        (20, 0, "epoch 1/2  step  0/20  "),
         (20, 10, "epoch 1/2  step 10/20  "),
         (20, 11, "epoch 2/2  step 11/20  "),
         (21, 21, "epoch 3/3  step 21/21  "),

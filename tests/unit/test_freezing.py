@@ -39,6 +39,13 @@ def test_a_pattern_freezes_layers_with_all_in_them(patterns: list[str], trained:
         assert all(parameter.requires_grad for group in groups for parameter in group["params"])
 
 
+def test_a_layer_whose_name_begins_like_that_of_the_head_is_of_the_backbone() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("fc_norm", "fc1", "fc")})
+    backbone = {"fc_norm.weight", "fc_norm.bias", "fc1.weight", "fc1.bias"}
+    assert frozen_names(model, ["backbone"]) == backbone
+    assert head_parameters(model) == ("fc.weight", "fc.bias")
+
+
 @pytest.mark.parametrize(
     ("patterns", "says"),
     [

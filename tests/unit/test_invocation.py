@@ -586,6 +586,7 @@ UNKNOWN = {
     "--lr=0.1 seed=3": "--lr=0.1 is not a flag of this program; .*, KEY=VALUE: optimizer.lr=0.1",
     "--lr --epochs 3": "--lr, --epochs is not a flag of this program; .*: optimizer.lr=VALUE epochs=3",
     "--lr seed=3": "--lr is not a flag of this program; .*: optimizer.lr=VALUE",
+    "--notes=": "--notes= is not a flag of this program; .*: notes=$",
     "--epochs": "--epochs is not a flag of this program; .*: epochs=VALUE",
     "--lr 0.1 --zzz": "--lr, --zzz is not a flag of this program; .*: `lockstep train --cfg job` shows them all",
     "--lr 0.1 --shuffle": "--shuffle is not a flag of this program: training images are in a new random order",

@@ -162,6 +162,15 @@ OF_LABELS: dict[str, Any] = {"labels": TRUE, "kind": "sigmoid", "task": Multilab
 OF_VALUES: dict[str, Any] = {"labels": TRUE + LOGITS / 2, "kind": "values", "task": Regression(), "losses": LOSSES}
 
 
+def test_a_log_odds_that_is_no_number_is_the_lowest() -> None:
+    curves = []
+    for value in (math.nan, -1e9):
+        logits = LOGITS.clone()
+        logits[20:30] = value
+        curves.append(collected(**OF_LABELS, logits=logits).curves)
+    assert curves[0] == curves[1]
+
+
 def test_labels_are_counted_as_by_scikit_learn() -> None:
     predictions, true, decisions = collected(**OF_LABELS), TRUE[WHOLE].numpy(), (LOGITS[WHOLE] > 0).numpy()
     counts = reference.multilabel_confusion_matrix(true, decisions)

@@ -368,6 +368,7 @@ def test_the_columns_of_datasets_are_lists_of_labels_and_numbers(tmp_path: Path)
     columns |= {"pair": VALUES, "one": [row[0] for row in VALUES]}
     typed = {"numbers": (numbers, datasets.Sequence(classes))}
     typed["fixed"] = (expected.tolist(), datasets.Sequence(datasets.Value("int64"), length=3))
+    typed["single"] = (expected[:, :1].tolist(), datasets.Sequence(datasets.Value("int64"), length=1))
     twos = [[n % 3, (n + 1) % 3] for n in range(len(LABELS))]
     typed["two"] = (twos, datasets.Sequence(classes, length=2))
     path = saved(tmp_path, **typed, **{name: (cells, None) for name, cells in columns.items()})
@@ -376,6 +377,8 @@ def test_the_columns_of_datasets_are_lists_of_labels_and_numbers(tmp_path: Path)
         numbered = tuple(f"{column}_{number}" for number in range(3))
         assert source.class_names == (tuple(names) if column in ("names", "numbers") else numbered)
         np.testing.assert_array_equal(source.train().labels.numpy(), expected)
+    single = HF(path=path, label_column="single", targets="labels")
+    np.testing.assert_array_equal(single.train().labels, expected[:, :1])
     two = HF(path=path, label_column="two", targets="labels")
     assert two.class_names == tuple(names)
     np.testing.assert_array_equal(two.train().labels, MultiLabelBinarizer(classes=range(3)).fit_transform(twos))

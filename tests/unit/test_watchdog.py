@@ -182,6 +182,19 @@ def test_a_program_has_its_files_its_wakeup_and_its_handler_back_after_a_rank() 
             os.close(end)
 
 
+def test_a_rank_is_left_when_its_watchdog_has_ended() -> None:
+    class Slow(Watchdog):
+        def run(self) -> None:
+            super().run()
+            time.sleep(0.05)
+            open_ends.extend(map(os.fstat, (self.pipe, self.signals)))
+
+    open_ends = list[os.stat_result]()
+    with Slow(0, timeout=60.0, stop=StopRequest(), file=sys.stderr, record_error=lambda error, places: None):
+        pass
+    assert len(open_ends) == 2
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_stacks_of_a_crash_are_written_unless_the_program_has_them_written_already(
     enabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
