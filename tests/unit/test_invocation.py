@@ -750,6 +750,18 @@ def test_the_config_of_a_command_has_no_keys_that_a_recipe_sets_for_another_opti
     assert "experiment=photos sets model.pretrained: not for model=linear" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("word", "has_key"), [("optimizer.lr=0.1", True), ("optimizer=sgd", False)])
+def test_a_key_that_a_recipe_misspells_is_left_out_where_another_option_is_typed_alone(
+    word: str, has_key: bool
+) -> None:
+    words = ["name=test", "hydra.mode=RUN", "experiment=photos", "dataset=fake", "batch=4", word]
+    with initialize_config_dir(str(ROOT / "conf")):
+        config = compose("config", overrides=words, return_hydra_config=True)
+    with open_dict(config):
+        config.optimizer.head_rl = 0.1  # as if it were in the recipe
+    assert ("head_rl" in composition.to_dict(config)["optimizer"]) is has_key
+
+
 def test_a_reference_to_all_keys_of_a_block_stays_as_it_is() -> None:
     words = ("model=resnet50d", "+model.options={a: 1}", "+model.options.b=${input}")
     assert invoked(*words).overrides == ("name=test", *words)
