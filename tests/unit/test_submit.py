@@ -256,8 +256,9 @@ def test_only_the_first_machine_of_a_job_hears_that_its_limit_is_near(task: Call
 
 
 def test_a_tasks_command_is_no_rank_and_writes_into_the_run_folder(
-    task: Callable[..., SlurmTask], tmp_path: Path
+    task: Callable[..., SlurmTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOCKSTEP_SLURM_JOB", "5")  # of a job that has submitted this one
     assert task('echo "${SLURM_PROCID:-none} $LOCKSTEP_SLURM_JOB"; exit 3').run() == 3
     assert (tmp_path / "run" / "logs" / "slurm-17-0.log").read_text() == "none 17\n"
 
