@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +19,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from helpers import ROOT, resolved, running_fork
-from lockstep.core.errors import InputError, LockstepError, Stopped
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.diagnostics import ladder as module
@@ -439,6 +441,17 @@ def test_a_rung_that_is_done_leaves_no_checkpoints_and_has_its_score(ended: Call
     record, run_dir, captured = ended(Rung("ddp"), 0)
     assert (record.state, record.objective, record.error) == (State.done, 90.0, "")
     assert (run_dir.checkpoints.exists(), captured) == (False, False)
+
+
+def test_an_earlier_run_that_cannot_be_removed_ends_the_ladder(
+    ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(StorageError, match=r"ladder/\S+ cannot be written \(Permission denied\)$"):
+        ended(Rung("ddp"), 0)
 
 
 @pytest.mark.parametrize(("code", "state"), [(75, State.stopped), (2, State.failed), (-9, State.failed)])

@@ -747,9 +747,12 @@ def test_a_gpu_that_is_not_here_is_refused_and_a_model_knows_its_device(
     digits: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError) as refused:
-        lockstep.load(digits.path, device="cuda")
-    assert str(refused.value) == "weights: device is cuda, but PyTorch finds no GPU here; remove it, or use cpu"
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(InputError) as refused:
+            lockstep.load(digits.path, device=device)
+        assert (
+            str(refused.value) == f"weights: device is {device}, but PyTorch finds no GPU here; remove it, or use cpu"
+        )
     loaded = load_trained(digits.path, device=None)
     assert loaded.device == torch.device("cpu")
     assert (loaded.model.training, loaded.card) == (False, read_card(digits.weights))

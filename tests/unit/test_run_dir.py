@@ -208,6 +208,8 @@ def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_pat
         run.log.write_text("trained\n")
         run.rank_log(0).write_text("trained\n")
         run.rank_error(0).write_text("a longer, older error")
+        for empty in (run.rank_log(1), run.code_diff):
+            empty.write_text("")
     else:
         for folder in (run.logs, run.checkpoints):
             shutil.rmtree(folder)
