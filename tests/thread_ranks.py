@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -27,10 +28,14 @@ REDUCTIONS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}
 
 
 class Work:
-    """A collective that is already done."""
+    """A collective whose result is there when it is waited for, and not before."""
+
+    def __init__(self, arrive: Callable[[], object] = bool) -> None:
+        self.arrive = arrive
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        self.arrive()
+        self.arrive = bool
 
 
 class ThreadRanks:
@@ -89,9 +94,11 @@ class ThreadRanks:
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Work:
-        together = torch.stack(self.gathered(tensor))
-        tensor.detach().copy_(REDUCTIONS[op](together, 0))
-        return Work()
+        reduced = REDUCTIONS[op](torch.stack(self.gathered(tensor)), 0)
+        work = Work(lambda: tensor.detach().copy_(reduced))
+        if not async_op:
+            work.wait()
+        return work
 
     def all_gather(self, output: list[Tensor], tensor: Tensor) -> None:
         for own, other in zip(output, self.gathered(tensor), strict=True):
@@ -132,10 +139,7 @@ class ThreadRanks:
         for call, tensor, peer in operations:
             if call is dist.isend:
                 self.send(tensor, peer)
-        for call, tensor, peer in operations:
-            if call is dist.irecv:
-                self.recv(tensor, peer)
-        return [Work()]
+        return [Work(partial(self.recv, tensor, peer)) for call, tensor, peer in operations if call is dist.irecv]
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(torch.cat(self.gathered(tensor)))

@@ -751,6 +751,7 @@ def test_a_row_has_the_gpus_of_a_setup_with_ranks_and_the_turns_that_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {"one": (100.0, 100.0), "DDP": (300.0, 320.0), "half": (None, 50.0), "none": (None, None)}
+    rates["last"] = (200.0, 200.0)
     turns = {name: iter(of) for name, of in rates.items()}
 
     def run(ledger: Ledger, rung: Rung, record: Any, command: list[str]) -> Any:
@@ -770,8 +771,9 @@ def test_a_row_has_the_gpus_of_a_setup_with_ranks_and_the_turns_that_are_done(
         [310.0, 3.1, pytest.approx(3.1 / 4), "", "launcher=spawn"],
         [50.0, None, None, "", ""],
         [None, None, None, "error 3", ""],
+        [200.0, 2.0, None, "", ""],
     ]
-    assert [row["efficiency"] for row in module._rows(ledger, climbed, 2, None)] == [None] * 4
+    assert [row["efficiency"] for row in module._rows(ledger, climbed, 2, None)] == [None] * 5
 
 
 def test_the_figures_of_several_turns_are_their_medians(tmp_path: Path) -> None:
