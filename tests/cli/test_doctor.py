@@ -537,6 +537,9 @@ def test_images_that_are_there_twice_are_told_by_where_they_are() -> None:
     assert [text for _, text in texts_of(inspection._repeated(alike, 60))][1:] == [
         "1 twice with two labels, such as train/0 and test/0: one is wrong; remove one of each"
     ], "also where both have the same number"
+    begun_alike = Images("train", bytes(100_000) + b"a", bytes(100_000) + b"b")
+    apart: Any = [(begun_alike, 0), (begun_alike, 1)]
+    assert texts_of(inspection._repeated(apart, 60)) == [("ok", "none, among 2 images")]
     unread = [(val, 2), (train, 4), (val, 1)]
     assert texts_of(inspection._repeated(unread, 60)) == [("ok", "none, among 3 images")]  # type: ignore[arg-type]
 

@@ -660,6 +660,9 @@ def test_a_ladder_of_other_ranks_is_another_one_and_of_one_setup_is_said_so(
     ):
         with pytest.raises(InputError, match=f"^{says}$"):
             ladder(words, **wrong, **options)
+    monkeypatch.setattr(module.host, "cores", lambda: 1)
+    ladder(words, ranks=None, repeats=1, **options)
+    assert capsys.readouterr().out.startswith("1 setup, "), "two ranks share a core"
 
 
 def test_a_script_is_where_it_was_when_the_ladder_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

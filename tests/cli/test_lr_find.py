@@ -322,7 +322,13 @@ def test_what_was_tried_is_said_in_three_lines_or_as_json(
         calls.append((job.steps, *facts[:3]))
         return test
 
+    def chart(test: RangeTest, rate: float) -> bytes:
+        charts.append(rate)
+        return b"a picture"
+
     test, calls = RangeTest(rates=[1e-3 * 1.3**step for step in range(len(losses))], losses=losses), list[Any]()
+    charts = list[float]()
+    monkeypatch.setattr(module, "loss_chart", chart)
     monkeypatch.setattr(module, "build_parts", lambda job: job)
     monkeypatch.setattr(module, "range_test", test_of)
     monkeypatch.chdir(tmp_path)
@@ -338,3 +344,4 @@ def test_what_was_tried_is_said_in_three_lines_or_as_json(
         "losses": losses,
     }
     assert calls == [(2 * steps, steps, 1e-3, 1.0)] * 2
+    assert (charts, Path("a.svg").read_bytes()) == ([0.001] * 2, b"a picture"), "of the job's own rate"

@@ -323,6 +323,14 @@ def test_what_a_saved_table_does_not_have_is_named(saved: Path, keys: dict[str, 
         HF(path=str(saved), **keys).prepare()  # type: ignore[arg-type]
 
 
+def test_every_split_of_a_saved_table_needs_its_columns(saved: Path, tmp_path: Path) -> None:
+    tables = pytest.importorskip("datasets").load_from_disk(saved)
+    tables["validation"] = tables["validation"].rename_column("image", "picture")
+    tables.save_to_disk(tmp_path / "renamed")
+    with pytest.raises(InputError, match=r"dataset.image_column is 'image', but the table .* has 'label', 'picture'"):
+        HF(path=str(tmp_path / "renamed")).prepare()
+
+
 def test_a_folder_that_is_not_a_saved_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     with pytest.raises(InputError, match=r"expected a folder that save_to_disk"):
