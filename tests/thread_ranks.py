@@ -39,7 +39,10 @@ class Work:
 
 
 class ThreadRanks:
-    """The collectives of `size` threads. A rank that fails breaks the barrier, so that the others fail too."""
+    """The collectives of `size` threads. A rank that fails breaks the barrier, so that the others fail too.
+
+    Each is alone on its machine, so that its place there is another number than its rank.
+    """
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size = size
@@ -70,7 +73,7 @@ class ThreadRanks:
 
     def _as_rank(self, function: Callable[[World], T], rank: int) -> T:
         self.own.rank = rank
-        world = World(rank=rank, local_rank=rank, size=self.size, local_size=self.size, device=torch.device("cpu"))
+        world = World(rank=rank, local_rank=0, size=self.size, local_size=1, device=torch.device("cpu"))
         try:
             return function(world)
         except BaseException:

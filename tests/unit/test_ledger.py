@@ -1821,12 +1821,17 @@ def test_a_newest_sweep_is_found_by_its_name_and_one_by_its_folder(
             resumed_sweep(Path("out"), named)
 
 
-def test_the_words_of_a_sweep_go_before_those_that_are_typed_now(tmp_path: Path) -> None:
+def test_the_words_of_a_sweep_go_before_those_that_are_typed_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
     ledger = Ledger(tmp_path / "sweeps" / "one")
     ledger.create(replace(ONE, words=("seed=1,2", "name=old", "batch=8"), of_hydra=("hydra/sweeper=basic",)))
     words = ["-m", f"output_root={tmp_path}", "sweep.resume=latest", "name=new"]
     stored = ["hydra/sweeper=basic", "seed=1,2", "batch=8"]
     assert words_of_sweep(words) == ["-m", *stored, *words[1:]]
+    at_home = [f"output_root=~/{tmp_path.name}", *words[2:]]
+    assert words_of_sweep(at_home) == [*stored, *at_home]
     for other in (["seed=3"], ["model=linear"]):
         assert words_of_sweep([*words, *other]) == [*words, *other], "it makes other jobs"
     for named in ("auto", "new", "nowhere"):

@@ -81,6 +81,8 @@ def test_from_three_convolutions_on_a_shortcut_leads_around_those_behind_the_fir
             nn.init.zeros_(module.weight)
     features = torch.randn(2, 8, 15, 15, dtype=torch.float64)
     torch.testing.assert_close(residual(features), F.gelu(features), rtol=1e-12, atol=1e-12)
+    residual.layers = nn.Identity()
+    torch.testing.assert_close(residual(features), F.gelu(2 * features), rtol=1e-12, atol=1e-12)
 
 
 def test_it_starts_as_the_identity_with_small_logits_and_norms_that_follow_the_last_batches() -> None:
