@@ -505,7 +505,7 @@ def test_several_options_of_a_group_have_the_order_of_their_config() -> None:
     assert [*components.plain(job)["metric"]] == ["second", "first", "third"]
 
 
-@pytest.mark.parametrize("nodes", ["f1", ["f1"], 3, {"_target_": "lockstep.metrics.F1"}], ids=str)
+@pytest.mark.parametrize("nodes", ["f1", ["f1"], [], "", 0, 3, {"_target_": "lockstep.metrics.F1"}], ids=repr)
 def test_a_group_of_many_that_is_no_mapping_of_names_is_refused(nodes: Any) -> None:
     with pytest.raises(InputError, match=r"^metric is .*, expected names of its options: metric=\[NAME,NAME\]$"):
         components.build_many("metric", nodes)

@@ -138,6 +138,21 @@ def test_both_models_get_the_same_batches(digits: Predictor, tmp_path: Path, mon
     assert exported(counting, tmp_path, monkeypatch, fault=0) == 0
 
 
+def test_what_is_written_has_the_parameters_of_the_model(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = list[nn.Module]()
+
+    def write(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:
+        modules.append(module)
+        path.touch()
+
+    monkeypatch.setitem(exporting.EXPORT_FORMATS, "kept", exporting.Format(".file", write, lambda _: digits.logits))
+    exporting.write_export(digits, IMAGES, tmp_path / "model.file", kind="kept", floats=False)
+    assert {*modules[0].parameters()} == {*digits.model.parameters()}
+    assert {*modules[0].buffers()} >= {*digits.model.buffers()}
+
+
 def stub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `--format torch` write an empty file, which has the logits of the weights in `model`."""
     predictor = load_predictor(model, device="cpu", precision=FP32())

@@ -97,8 +97,10 @@ def test_an_average_is_evaluated_with_statistics_that_have_just_been_renewed(
 
 
 def test_a_resume_gives_the_schedule_the_gains_of_the_evaluations_that_had_a_score() -> None:
-    scores = [(1, 3.0), (2, None), (3, float("nan")), (4, 3.5)]
     options: dict[str, Any] = {"monitor": Monitor.parse("-loss"), "schedule": Plateau(patience=0, gamma=0.5)}
+    progress = Progress(step=2, scores=[(1, 0.0), (2, 3.0)])
+    assert trainer_of(network(), World.solo(), steps=9, progress=progress, **options).step.scores == [(1, 0), (2, -3)]
+    scores = [(1, 3.0), (2, None), (3, float("nan")), (4, 3.5)]
     trainer = trainer_of(network(), World.solo(), steps=9, progress=Progress(step=4, scores=scores), **options)
     assert trainer.step.scores == [(1, -3.0), (4, -3.5)]
     for step, rate in ((4, 0.5), (5, 0.25)):  # the loss of step 4 is no better
