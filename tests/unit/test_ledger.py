@@ -759,10 +759,10 @@ def test_a_killed_job_names_the_override_that_leaves_it_more_memory(codes: tuple
 
 
 def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() -> None:
-    stopped, asked = EndedPool(75, 75, 0, 0, most=2, stops=True), list[Record]()
+    stopped, ended = EndedPool(75, 75, 0, 0, most=2, stops=True), list[Record]()
     with pytest.raises(Stopped, match="Rerun the command"):
-        stopped.pool.run(stopped.jobs, more=lambda record: asked.append(record) or ())
-    assert asked == [], "nobody will run what follows a job"
+        stopped.pool.run(stopped.jobs, more=lambda record: ended.append(record) or ())
+    assert ended == [], "nobody will run what follows a job"
     assert {number for number, _ in stopped.signals} == {0, 1} == {*stopped.processes}
     assert stopped.states() == [State.stopped, State.stopped, State.waiting, State.waiting]
 

@@ -509,9 +509,9 @@ def test_tensors_of_several_formats_are_copied_each_to_its_place() -> None:
     targets = [torch.empty_like(source) for source in sources]
     trainer_module.copy_all(sources, targets)
     assert [target.item() for target in targets] == [1, 2.5, 3]
-    others = [torch.zeros((), dtype=dtype) for dtype in (torch.float32, torch.float64, torch.int64)]
-    trainer_module.copy_all(sources, others)
-    assert [target.item() for target in others] == [1, 2.5, 3]
+    cast = [torch.zeros((), dtype=dtype) for dtype in (torch.float32, torch.float64, torch.int64)]
+    trainer_module.copy_all(sources, cast)
+    assert [target.item() for target in cast] == [1, 2.5, 3]
     trainer_module.copy_all([], [])
 
 

@@ -215,7 +215,7 @@ class DatasetOption(FileSource):
     def list_files(self) -> dict[str, Files]:
         splits = self._items()
         names = tuple(class_name(str(name)) for name in self.names) or names_in(splits["train"].dataset)
-        check_different(names)
+        _check_different(names)
         targets = {name: items.targets(self.targets, names) for name, items in splits.items()}
         if not names:
             column = self.targets.removesuffix("s")
@@ -226,7 +226,7 @@ class DatasetOption(FileSource):
         return ItemSplit(files, files.labels, self.preprocessing, self.skip, alike=self.decode_size is None)
 
 
-def check_different(names: Sequence[str]) -> None:
+def _check_different(names: Sequence[str]) -> None:
     """Raise InputError if two classes, labels or values have the same name: their examples would be mixed up."""
     first = {name: number for number, name in reversed([*enumerate(names)])}
     for number, name in enumerate(names):
