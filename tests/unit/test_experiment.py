@@ -127,7 +127,7 @@ def test_two_machines_with_other_files_share_no_run(tmp_path: Path, monkeypatch:
 
     def refuse(world: World) -> None:
         with pytest.raises(InputError, match="rank 1 here has different data from rank 0"):
-            build_data(jobs[world.rank], replace(world, local_rank=0, local_size=1))
+            build_data(jobs[world.rank], world)
 
     ThreadRanks(2, monkeypatch).run(refuse)
 
@@ -195,7 +195,7 @@ def test_the_energy_of_a_job_on_several_machines_is_unknown(tmp_path: Path, monk
         build_observers(job, run, world, data, state, Progress(), StopRequest(), Observers())[0].close()
 
     end_at_once(one, World.solo())
-    ThreadRanks(2, monkeypatch).run(lambda world: end_at_once(two, replace(world, local_rank=0, local_size=1)))
+    ThreadRanks(2, monkeypatch).run(lambda world: end_at_once(two, world))
     assert Run(one.path).spent.keys() - Run(two.path).spent.keys() == {"kwh"}
 
 

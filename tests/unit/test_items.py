@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 from torchvision import datasets
@@ -348,7 +347,7 @@ def test_the_two_cranes_of_imagenet_stay_two_classes(tmp_path: Path) -> None:
     for number, folder in enumerate(words):
         (tmp_path / "train" / folder).mkdir(parents=True)
         Image.fromarray(IMAGES[number]).save(tmp_path / "train" / folder / "a.JPEG")
-    photos = torchvision.datasets.ImageNet(tmp_path, split="train")
+    photos = datasets.ImageNet(tmp_path, split="train")
     source = option(photos, photos)
     assert source.class_names == ("tench, Tinca tinca", "crane (1)", "maillot", "crane (3)")
     assert source.train().labels.tolist() == [0, 1, 2, 3]

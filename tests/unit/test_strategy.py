@@ -364,8 +364,7 @@ def test_every_replica_begins_with_mains_weights_and_buffers(
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.fill_(world.rank + 5)
-        place = replace(world, local_rank=0, local_size=1)  # on another machine each
-        strategy.wrap(model, place, plan(micro_batches=2), (torch.ones(2, 3),))
+        strategy.wrap(model, world, plan(micro_batches=2), (torch.ones(2, 3),))
         return [number for tensor in model.state_dict().values() for number in tensor.unique().tolist()]
 
     assert ThreadRanks(2, monkeypatch).run(begun) == [[5.0] * 7] * 2
