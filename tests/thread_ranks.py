@@ -41,7 +41,7 @@ class Work:
 class ThreadRanks:
     """The collectives of `size` threads. A rank that fails breaks the barrier, so that the others fail too.
 
-    Each is alone on its machine, so that its place there is another number than its rank.
+    Each is alone on its machine, so all ranks but the first differ from their local ranks.
     """
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

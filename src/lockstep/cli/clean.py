@@ -56,7 +56,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, for
 
 
 def _runs(folders: Sequence[str]) -> list[RunDir]:
-    """The runs in the folders, each once, sorted by path. What a link in a folder leads to is not in it."""
+    """The runs in the folders, each once, sorted by path. Links in a folder are not followed."""
     runs: dict[Path, RunDir] = {}
     for root in map(existing, folders):
         runs |= {path.resolve(): RunDir(path) for path in run_folders(root)}

@@ -85,8 +85,8 @@ def groups_of(dataset: Any) -> list[str] | None:
 def names_in(dataset: Any) -> tuple[str, ...]:
     """The names of the classes that a Dataset has, as torchvision's and Hugging Face's have them.
 
-    Empty without, or if the parts of a composed one have different ones. Where several classes have one name, as the
-    two cranes of ImageNet, each has its number behind it.
+    Empty without, or if the parts of a composed one have different ones. Where classes share a name, as the two
+    cranes of ImageNet do, each is followed by its number.
     """
     first, *others = dict.fromkeys(map(_names_of_one, sources(dataset)))
     return () if others else first

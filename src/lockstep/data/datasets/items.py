@@ -227,7 +227,7 @@ class DatasetOption(FileSource):
 
 
 def _check_different(names: Sequence[str]) -> None:
-    """Raise InputError if two classes, labels or values have the same name: their examples would be mixed up."""
+    """Raise InputError if two classes, labels or values share a name: their examples would be mixed up."""
     first = {name: number for number, name in reversed([*enumerate(names)])}
     for number, name in enumerate(names):
         if first[name] != number:
